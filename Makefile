@@ -1,0 +1,33 @@
+# Two commands do everything on a machine with Python 3.11+ and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/ready
+	$(BIN)/refengine compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32
+
+test: .venv/ready-test
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: .venv/ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build *.egg-info
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "refengine needs Python 3.11 to 3.13; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/ready: setup.cfg pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/ready-test: setup.cfg pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
+	@touch $@ .venv/ready
