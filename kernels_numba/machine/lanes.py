@@ -1,0 +1,256 @@
+"""Arithmetic on lanes: NumPy arrays with one entry a thread, typed as numba types the same operation.
+
+A value is a lane array [N], or a scalar that is the same for every lane: an ``Int`` for int64, else a NumPy scalar. The
+result type of an operation is asked of numba's typing context once for each pair of operand types; the operands are cast to
+it, the operation runs, nothing is contracted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core.errors import NumbaError
+from numba.core.registry import cpu_target
+
+Value = Any
+"""A lane array [N], an Int or a NumPy scalar."""
+
+
+class LaneTypeError(Exception):
+    """An operation that the dialect has no type for, or whose float64 result nobody asked for."""
+
+
+FLOAT64 = np.dtype(np.float64)
+INT64 = np.dtype(np.int64)
+
+
+class Int(int):
+    """An int64 that is the same for every lane: a Python int, because NumPy's scalars are slow, that answers as an array does."""
+
+    __slots__ = ()
+    dtype, ndim, shape, size = INT64, 0, (), 1
+
+    def astype(self, dtype: Any, **_: Any) -> Any:
+        return self if dtype == INT64 else np.int64(self).astype(dtype)
+
+
+def uniform(value: Any) -> Any:
+    """A scalar as a value: int64 as an Int."""
+    return Int(value) if value.ndim == 0 and value.dtype == INT64 else value
+
+
+def numba_result(op: Callable, *dtypes: np.dtype) -> tuple[np.dtype, ...]:
+    """(operand types..., result type) that numba gives this operation."""
+    context = cpu_target.typing_context
+    context.refresh()
+    try:
+        signature = context.resolve_function_type(op, tuple(numba.from_dtype(d) for d in dtypes), {})
+    except (NumbaError, NotImplementedError):
+        signature = None
+    if signature is None:
+        raise LaneTypeError(f"no {op.__name__} of {' and '.join(map(str, dtypes))}")
+    return tuple(np.dtype(str(t).replace("boolean", "bool")) for t in (*signature.args, signature.return_type))
+
+
+def _rule(op: Callable, dtypes: tuple[np.dtype, ...], compares: bool) -> tuple[tuple[np.dtype, ...], np.dtype]:
+    """The types that the operands are cast to, and the result's."""
+    *casts, result = numba_result(op, *dtypes)
+    if result == FLOAT64 and FLOAT64 not in dtypes:
+        raise LaneTypeError(
+            f"{op.__name__} of {' and '.join(map(str, dtypes))} gives float64: convert with float32(...) or int32(...)"
+        )
+    if not compares and op is not operator.truediv:
+        casts = [result] * len(dtypes)
+    return tuple(casts), result
+
+
+def binary(op: Callable, function: np.ufunc, compares: bool = False) -> Callable[[Value, Value], Value]:
+    """An operation of two operands; its type rules are cached by the operands' type numbers."""
+    rules: dict[int, tuple[Any, Any]] = {}
+    own = np.bool_ if compares else Int
+    ints = op is not operator.truediv
+
+    def apply(a: Value, b: Value) -> Value:
+        if a.__class__ is Int and b.__class__ is Int and ints:
+            return own(op(a, b))
+        da, db = a.dtype, b.dtype
+        key = da.num << 8 | db.num
+        rule = rules.get(key)
+        if rule is None:
+            (ca, cb), _ = _rule(op, (da, db), compares)
+            rule = rules[key] = (None if ca == da else ca, None if cb == db else cb)
+        if rule[0] is not None:
+            a = a.astype(rule[0])
+        if rule[1] is not None:
+            b = b.astype(rule[1])
+        return function(a, b)
+
+    return apply
+
+
+def unary(op: Callable, function: np.ufunc) -> Callable[[Value], Value]:
+    """An operation of one operand."""
+
+    def apply(a: Value) -> Value:
+        if a.__class__ is Int:
+            return Int(op(a))
+        (cast,), _ = _rule(op, (a.dtype,), False)
+        return function(a.astype(cast))
+
+    return apply
+
+
+def _integers(name: str, function: np.ufunc) -> Callable[..., Value]:
+    def apply(a: Value, *rest: Value) -> Value:
+        for b in rest:
+            if a.dtype.kind == "f" or b.dtype.kind == "f":
+                raise LaneTypeError(f"{name} is for integers: use fmax or fmin on floats")
+            wide = common_type(a.dtype, b.dtype)
+            a = uniform(function(a.astype(wide), b.astype(wide)))
+        return a
+
+    return apply
+
+
+def common_type(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The one type of a variable that takes values of both types."""
+    if a == b:
+        return a
+    wide = np.promote_types(a, b)
+    if a.kind not in "iub" or b.kind not in "iub" or wide.kind == "f":
+        raise LaneTypeError(f"one variable takes {a} and {b}: convert one of them")
+    return wide
+
+
+add = binary(operator.add, np.add)
+sub = binary(operator.sub, np.subtract)
+mult = binary(operator.mul, np.multiply)
+div = binary(operator.truediv, np.true_divide)
+floordiv = binary(operator.floordiv, np.floor_divide)
+mod = binary(operator.mod, np.remainder)
+lshift = binary(operator.lshift, np.left_shift)
+rshift = binary(operator.rshift, np.right_shift)
+bitand = binary(operator.and_, np.bitwise_and)
+bitor = binary(operator.or_, np.bitwise_or)
+bitxor = binary(operator.xor, np.bitwise_xor)
+eq = binary(operator.eq, np.equal, compares=True)
+noteq = binary(operator.ne, np.not_equal, compares=True)
+lt = binary(operator.lt, np.less, compares=True)
+lte = binary(operator.le, np.less_equal, compares=True)
+gt = binary(operator.gt, np.greater, compares=True)
+gte = binary(operator.ge, np.greater_equal, compares=True)
+usub = unary(operator.neg, np.negative)
+uadd = unary(operator.pos, np.positive)
+invert = unary(operator.invert, np.bitwise_not)
+int_min = _integers("min", np.minimum)
+int_max = _integers("max", np.maximum)
+
+
+def int_abs(a: Value) -> Value:
+    """abs of an integer."""
+    if a.dtype.kind == "f":
+        raise LaneTypeError("abs is for integers")
+    return uniform(np.abs(a))
+
+
+def logical_not(a: Value) -> Value:
+    return np.logical_not(a)
+
+
+def logical_and(a: Value, b: Value) -> Value:
+    return np.logical_and(a, b)
+
+
+def logical_or(a: Value, b: Value) -> Value:
+    return np.logical_or(a, b)
+
+
+def caster(dtype: np.dtype) -> Callable[[Value], Value]:
+    """The conversion ``float32(x)``, ``int32(x)``, ...: C's rules (truncation toward zero, wrapping integers)."""
+
+    def cast(a: Value) -> Value:
+        return uniform(a.astype(dtype)) if a.ndim == 0 else a.astype(dtype)
+
+    return cast
+
+
+CASTS: dict[str, Callable[[Value], Value]] = {
+    name: caster(np.dtype(name.replace("boolean", "bool")))
+    for name in ("bool", "int8", "uint8", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64")
+}
+
+
+# --- Masks: True (every lane), None (no lane), or a bool array -----------------------------------------------------------
+
+Mask = Any
+
+
+def both(mask: Mask, condition: Value) -> Mask:
+    """The lanes of the mask for which the condition holds."""
+    if mask is None:
+        return None
+    if condition.ndim == 0:
+        return mask if condition else None
+    lanes = condition if mask is True else mask & condition
+    if lanes.all():
+        return True
+    return lanes if lanes.any() else None
+
+
+def split(mask: Mask, condition: Value) -> tuple[Mask, Mask]:
+    """The lanes for which the condition holds, and the others."""
+    return both(mask, condition), both(mask, np.logical_not(condition))
+
+
+def union(gone: Mask, mask: Mask) -> Mask:
+    """Lanes in either."""
+    if gone is None or mask is True:
+        return mask
+    if mask is None or gone is True:
+        return gone
+    return gone | mask
+
+
+def without(mask: Mask, *gone: Mask) -> Mask:
+    """The lanes of the mask that are in none of the others."""
+    for g in gone:
+        if g is None or mask is None:
+            continue
+        if g is True:
+            return None
+        mask = ~g if mask is True else mask & ~g
+        if not mask.any():
+            return None
+    return mask
+
+
+def merge(mask: Mask, new: Any, old: Any) -> Any:
+    """A variable after ``name = new`` under a mask: lanes outside keep the old value."""
+    if mask is True or old is None:
+        return new
+    if isinstance(new, tuple):
+        return tuple(merge(mask, n, o) for n, o in zip(new, old))
+    if not hasattr(new, "astype"):
+        return new
+    if new.dtype != old.dtype:
+        wide = common_type(new.dtype, old.dtype)
+        new, old = new.astype(wide), old.astype(wide)
+    merged: Any = np.where(mask, new, old)
+    return merged.astype(new.dtype, copy=False)
+
+
+def select(condition: Value, yes: Value, no: Value) -> Value:
+    """``yes if condition else no``; a side is None where no lane takes it."""
+    if yes is None or no is None:
+        return no if yes is None else yes
+    if yes.dtype != no.dtype:
+        wide = common_type(yes.dtype, no.dtype)
+        yes, no = yes.astype(wide), no.astype(wide)
+    if condition.ndim == 0:
+        return yes if condition else no
+    chosen: Any = np.where(condition, yes, no)
+    return chosen.astype(yes.dtype, copy=False)
