@@ -1,0 +1,163 @@
+"""A checkpoint's config.json: written from a model's layout, read into one, and compared with one."""
+
+import re
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from refengine.checkpoint.strict_json import load_json
+from refengine.errors import UserError
+from refengine.registry import ModelSpec, check_spec
+from refengine.registry.loader import layer_pattern
+from refengine.registry.reader import Where, read
+
+CONFIG = "config.json"
+
+# Key of config.json -> field of ModelSpec.
+_KEYS = {
+    "hidden_size": "hidden",
+    "vocab_size": "vocabulary",
+    "num_hidden_layers": "layers",
+    "layer_types": "layer_types",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_head",
+    "max_position_embeddings": "max_positions",
+    "num_attention_heads": "attention.heads",
+    "num_key_value_heads": "attention.kv_heads",
+    "head_dim": "attention.head_dim",
+    "linear_num_key_heads": "gated_delta_net.key_heads",
+    "linear_num_value_heads": "gated_delta_net.value_heads",
+    "linear_key_head_dim": "gated_delta_net.key_dim",
+    "linear_value_head_dim": "gated_delta_net.value_dim",
+    "linear_conv_kernel_dim": "gated_delta_net.conv_width",
+    "intermediate_size": "mlp.width",
+    "rope_parameters.rope_theta": "rope.theta",
+}
+_FACTOR = "rope_parameters.partial_rotary_factor"
+_NAMES = {field: key for key, field in _KEYS.items()} | {"rope.dims": _FACTOR}
+
+# Keys that the family fixes, with their value; absent means this value.
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "rope_parameters.rope_type": "default",
+}
+_FAMILIES = {"qwen3_5_text": "qwen3_5"}
+_ARCHITECTURES = {"qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM")}
+
+
+def config_of(spec: ModelSpec) -> dict[str, Any]:
+    """config.json of a checkpoint with this layout, as the Hugging Face text model of the family writes it."""
+    model_type, architecture = _ARCHITECTURES[spec.family]
+    config: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
+    config |= {"use_cache": True, "bos_token_id": None, "pad_token_id": None, "eos_token_id": list(spec.tokens.end)}
+    for key, value in _FIXED.items():
+        _put(config, key, value)
+    for key, field in _KEYS.items():
+        value = attrgetter(field)(spec)
+        _put(config, key, list(value) if isinstance(value, tuple) else value)
+    _put(config, _FACTOR, spec.rope.dims / spec.attention.head_dim)
+    return config
+
+
+def spec_of_folder(folder: str | Path) -> ModelSpec:
+    """The layout that a checkpoint's config.json describes; its name is the folder's.
+
+    Raises UserError naming the folder or the key.
+    """
+    folder = Path(folder)
+    config = _Config(load_json(folder / CONFIG))
+    where = Where(CONFIG, _NAMES)
+    data: dict[str, Any] = {"name": _model_name(folder), "family": config.family(), "tokens": _tokens(folder, config)}
+    for key, value in _FIXED.items():
+        if config.get(key, value) != value:
+            raise where.error(key, f"must be {value!r}, not {config.get(key)!r}")
+    for key, field in _KEYS.items():
+        _put(data, field, config.require(key))
+    _put(data, "attention.output_gate", True)
+    _put(data, "rope.dims", _rotary_dims(config, where))
+    return check_spec(read(ModelSpec, data, where), where)
+
+
+def check_config(folder: Path, spec: ModelSpec) -> None:
+    """Raise UserError naming the first key of the folder's config.json that disagrees with `spec`."""
+    found = spec_of_folder(folder)
+    for field, key in _NAMES.items():
+        have, want = attrgetter(field)(found), attrgetter(field)(spec)
+        if have != want:
+            raise UserError(f"{CONFIG}: {key}: {_show(have, field)} where {spec.name} has {_show(want, field)}")
+
+
+class _Config:
+    """Look-up of dotted keys in a text model's config, or in the text part of a vision model's."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        text = data.get("text_config", {})
+        if not isinstance(text, dict):
+            raise UserError(f"{CONFIG}: text_config: must be an object")
+        self._data = {key: value for key, value in data.items() if key != "model_type" or not text} | text
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value: Any = self._data
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def require(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None and key == "layer_types":
+            return self._pattern()
+        if value is None:
+            raise UserError(f"{CONFIG}: {key}: missing key")
+        return value
+
+    def family(self) -> str:
+        model_type = self.get("model_type")
+        if model_type not in _FAMILIES:
+            raise UserError(f'{CONFIG}: model_type: "{model_type}" is unknown; known: {", ".join(_FAMILIES)}')
+        return _FAMILIES[model_type]
+
+    def _pattern(self) -> list[str]:
+        interval, layers = self.get("full_attention_interval"), self.require("num_hidden_layers")
+        if type(interval) is not int or interval < 1 or type(layers) is not int:
+            raise UserError(f"{CONFIG}: layer_types: missing key, and full_attention_interval does not stand in for it")
+        return layer_pattern(layers, interval)
+
+
+def _rotary_dims(config: _Config, where: Where) -> int:
+    factor, head_dim = config.require(_FACTOR), config.require("head_dim")
+    if type(factor) not in (int, float) or type(head_dim) is not int:
+        raise where.error("rope.dims", f"must be a number, not {factor!r}")
+    dims = factor * head_dim
+    if abs(dims - round(dims)) > 1e-6:
+        raise where.error("rope.dims", f"{factor} of {head_dim} dims is not a whole number")
+    return round(dims)
+
+
+def _tokens(folder: Path, config: _Config) -> dict[str, Any]:
+    generation = folder / "generation_config.json"
+    end = _Config(load_json(generation)).get("eos_token_id") if generation.exists() else None
+    end = config.get("eos_token_id") if end is None else end
+    text = "tokenizer" if (folder / "tokenizer.json").exists() else "bytes"
+    return {"text": text, "end": [] if end is None else end if isinstance(end, list) else [end]}
+
+
+def _model_name(folder: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-") or "checkpoint"
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *groups, last = key.split(".")
+    for group in groups:
+        data = data.setdefault(group, {})
+    data[last] = value
+
+
+def _show(value: Any, field: str) -> str:
+    if field == "layer_types":
+        return f"{value.count('full_attention')} of {len(value)} full, {'-'.join(kind[0] for kind in value)}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

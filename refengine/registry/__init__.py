@@ -1,0 +1,21 @@
+"""Model layouts: one YAML file each, read strictly into a frozen ModelSpec."""
+
+from refengine.registry.loader import available, load_model
+from refengine.registry.parts import Attention, GatedDeltaNet, Mlp, Rope, Tensor, Tokens
+from refengine.registry.rules import check_spec
+from refengine.registry.spec import FULL_ATTENTION, LINEAR_ATTENTION, ModelSpec
+
+__all__ = [
+    "FULL_ATTENTION",
+    "LINEAR_ATTENTION",
+    "Attention",
+    "GatedDeltaNet",
+    "Mlp",
+    "ModelSpec",
+    "Rope",
+    "Tensor",
+    "Tokens",
+    "available",
+    "check_spec",
+    "load_model",
+]
