@@ -1,0 +1,441 @@
+"""Gated DeltaNet: causal convolution, gates, the delta rule (decode step and prompt chain) and the gated output norm.
+
+Spec attention §5; heads are 128 wide, value head h uses key head h // (HV / HK). A stream has two states in a layer:
+
+    states       float32 [slots, HV, 128, 128]   a row a value index, contiguous over the key index
+    conv_states  bf16 [slots, 3, C]              the last rows of the convolution's input, oldest first;
+                                                 C = (2·HK + HV)·128 channels in the order [q | k | v]
+
+A new stream's slot holds zeros. By row of the launch (W rows of S streams):
+
+    mixed        bf16 [W, C + HV·128 + 2·HV]     the input projection, a row is [q | k | v | z | b | a]
+    qkv          bf16 [W, C]                     what the convolution makes of its first channels
+    decay, beta  float32 [W, HV]
+    y            bf16 [W, HV·128]
+    rows         int32 [W]                       row -> stream
+    streams      int64 [S, 6]                    kernels_numba/streams.py; ROWS = 0: takes no part, keeps its states
+    slots        int32 [S]                       stream -> slot
+
+A window of drafted rows is run with ``commit=False``. The accepted rows are run again, with a table whose ROWS counts
+them, by ``step(commit=True)`` and ``commit_conv``, and give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kernels_numba.machine import (
+    KernelError,
+    bf16_high,
+    bf16_low,
+    cuda,
+    float32,
+    fma,
+    int64,
+    kernel,
+    lanewise,
+    pack_bf16,
+    shfl_xor,
+    sqrt,
+)
+from kernels_numba.norms import inverse_rms, warp_sum
+from kernels_numba.portable_math import exp, rsqrt, sigmoid, silu, softplus
+from kernels_numba.streams import FIRST, ROWS
+
+HEAD = 128
+"""Width of a key and of a value head."""
+WORDS = HEAD // 2
+TAPS = 4
+"""Width of the convolution; a stream keeps TAPS - 1 rows."""
+NORM_EPS = 1e-6
+THREADS = 128
+
+
+def conv(
+    qkv: Any,
+    mixed: Any,
+    conv_states: Any,
+    weight: Any,
+    rows: Any,
+    streams: Any,
+    slots: Any,
+    key_heads: int,
+    stream: Any = None,
+) -> None:
+    """The convolution with silu over [q | k | v], then q and k normed by head. Changes no state.
+
+    qkv: bf16 [W, C], written; weight: bf16 [C, 4], oldest tap first; the others as the module says.
+    """
+    heads = qkv.shape[1] // HEAD
+    bound = conv_kernel.at(HK=key_heads, HV=heads - 2 * key_heads)
+    bound[(qkv.shape[0], -(-heads // 4)), THREADS, stream](qkv, mixed, conv_states, weight, rows, streams, slots)
+
+
+def commit_conv(conv_states: Any, mixed: Any, streams: Any, slots: Any, stream: Any = None) -> None:
+    """conv_states[slot] = the last three rows of [its three rows | the stream's ROWS rows of mixed]."""
+    grid = (streams.shape[0], -(-conv_states.shape[2] // (2 * THREADS)))
+    commit_conv_kernel.at()[grid, THREADS, stream](conv_states, mixed, streams, slots)
+
+
+def gates(decay: Any, beta: Any, mixed: Any, a_log: Any, dt_bias: Any, key_heads: int, stream: Any = None) -> None:
+    """decay = exp(-exp(a_log) · softplus(a + dt_bias)), beta = sigmoid(b).
+
+    decay, beta: float32 [W, HV], written; a_log, dt_bias: float32 [HV].
+    """
+    bound = gates_kernel.at(HK=key_heads, HV=decay.shape[1])
+    bound[-(-decay.size // THREADS), THREADS, stream](decay, beta, mixed, a_log, dt_bias)
+
+
+def step(
+    y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, slots: Any, commit: bool, stream: Any = None
+) -> None:
+    """The delta rule as decode computes it: a stream's rows in order; its state is written back if ``commit``.
+
+    y: bf16 [W, HV·128], written.
+    """
+    value_heads = decay.shape[1]
+    bound = step_kernel.at(HK=key_heads(qkv, decay), HV=value_heads, COMMIT=commit)
+    grid = (streams.shape[0], value_heads, HEAD // 8)
+    bound[grid, THREADS, stream](y, state_rows(states), qkv, decay, beta, streams, slots)
+
+
+def chain(y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, slots: Any, stream: Any = None) -> None:
+    """The delta rule as prompts compute it: a stream's rows in order, any number; its state is written back.
+
+    y: bf16 [W, HV·128], written. A row's bits do not depend on how a prompt is cut into launches.
+    """
+    value_heads = decay.shape[1]
+    bound = chain_kernel.at(HK=key_heads(qkv, decay), HV=value_heads)
+    grid = (streams.shape[0], value_heads)
+    bound[grid, 2 * HEAD, stream](y, state_rows(states), qkv, decay, beta, streams, slots)
+
+
+def gated_norm(
+    out: Any, y: Any, mixed: Any, gain: Any, eps: float, key_heads: int, gate: str = "silu", stream: Any = None
+) -> None:
+    """out = bf16(gate(z) · ((y · inv) · gain)) by value head, inv = 1 / sqrt(sum(y²) / 128 + eps); out may be y.
+
+    out, y: bf16 [W, HV·128]; gain: float32 [128]; gate: "silu" (qwen3_5) or "sigmoid" (qwen4_exp).
+    """
+    if gate not in ("silu", "sigmoid"):
+        raise KernelError(f"gated_norm: gate {gate!r}: silu or sigmoid")
+    value_heads = y.shape[1] // HEAD
+    bound = gated_norm_kernel.at(HK=key_heads, HV=value_heads, GATE=gate)
+    bound[(y.shape[0], -(-value_heads // 4)), THREADS, stream](out, y, mixed, gain, np.float32(eps))
+
+
+def state_rows(states: Any) -> Any:
+    """[slots, HV, 128, 128] as [slots·HV·128, 128], the same memory."""
+    if not states.flags.c_contiguous:
+        raise KernelError("gated_delta_net: states are not C-contiguous, a copy would not be written back")
+    return states.reshape(-1, HEAD)
+
+
+def key_heads(qkv: Any, decay: Any) -> int:
+    """HK from the channels and HV."""
+    return (qkv.shape[1] // HEAD - decay.shape[1]) // 2
+
+
+# --- Convolution -----------------------------------------------------------------------------------------------------
+
+
+@kernel
+def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV):
+    """A warp takes one row's head of 128 channels, a lane four channels. Spec attention §5, research §6.1.
+
+    qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows: int32 [W];
+    streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (W, heads / 4), 128 threads.
+    """
+    row = cuda.blockIdx.x
+    lane = cuda.threadIdx.x % 32
+    head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32  # of [q heads | k heads | v heads]
+    if head < 2 * HK + HV:
+        owner = rows[row]
+        first, slot = streams[owner, FIRST], slots[owner]
+        word = head * WORDS + lane * 2
+        c0, c1 = conv_pair(mixed, conv_states, weight, slot, first, row - first, word)
+        c2, c3 = conv_pair(mixed, conv_states, weight, slot, first, row - first, word + 1)
+        squares = warp_sum(((c0 * c0 + c1 * c1) + c2 * c2) + c3 * c3)
+        inverse, divisor = head_scale(squares, head, HK=HK)
+        qkv[row, word] = pack_bf16(c0 * inverse / divisor, c1 * inverse / divisor)
+        qkv[row, word + 1] = pack_bf16(c2 * inverse / divisor, c3 * inverse / divisor)
+
+
+@lanewise
+def conv_pair(mixed, conv_states, weight, slot, first, index, word):
+    """bf16(silu(sum over taps)) of two neighbouring channels at row ``index`` of the stream, widened."""
+    even, odd = float32(0.0), float32(0.0)
+    for j in range(TAPS):  # oldest first
+        pair = input_word(mixed, conv_states, slot, first, index + j - (TAPS - 1), word)
+        even = even + bf16_low(pair) * tap(weight, 2 * word, j)
+        odd = odd + bf16_high(pair) * tap(weight, 2 * word + 1, j)
+    pair = pack_bf16(silu(even), silu(odd))
+    return bf16_low(pair), bf16_high(pair)
+
+
+@lanewise
+def input_word(mixed, conv_states, slot, first, index, word):
+    """Two channels of the convolution's input at row ``index`` of the stream; negative rows are in its state."""
+    return mixed[first + index, word] if index >= 0 else conv_states[slot, index + (TAPS - 1), word]
+
+
+@lanewise
+def tap(weight, channel, j):
+    """weight[channel, j], widened."""
+    pair = weight[channel, j // 2]
+    return bf16_high(pair) if j % 2 == 1 else bf16_low(pair)
+
+
+@lanewise
+def head_scale(squares, head, *, HK):
+    """(factor, divisor) of a head: (r, sqrt(128)) of q, (r, 1) of k, (1, 1) of v, where r = 1/sqrt(squares + eps)."""
+    inverse = rsqrt(squares + float32(NORM_EPS)) if head < 2 * HK else float32(1.0)
+    return inverse, sqrt(float32(HEAD)) if head < HK else float32(1.0)
+
+
+@kernel
+def commit_conv_kernel(conv_states, mixed, streams, slots):
+    """A thread takes two channels of a stream: it reads all three rows before it writes one.
+
+    conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 6]; slots: int32 [S].
+    Launch: grid (S, C / 256), 128 threads.
+    """
+    word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+    if word < conv_states.shape[2]:
+        slot, first, n = slots[cuda.blockIdx.x], streams[cuda.blockIdx.x, FIRST], streams[cuda.blockIdx.x, ROWS]
+        oldest = input_word(mixed, conv_states, slot, first, n - 3, word)
+        middle = input_word(mixed, conv_states, slot, first, n - 2, word)
+        newest = input_word(mixed, conv_states, slot, first, n - 1, word)
+        conv_states[slot, 0, word] = oldest
+        conv_states[slot, 1, word] = middle
+        conv_states[slot, 2, word] = newest
+
+
+# --- Gates -----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def gates_kernel(decay, beta, mixed, a_log, dt_bias, *, HK, HV):
+    """A thread takes one row's value head. Research §6.1.
+
+    decay, beta: float32 [W, HV]; mixed: bf16 [W, columns]; a_log, dt_bias: float32 [HV].
+    Launch: grid W·HV / 128, 128 threads.
+    """
+    place = int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+    row, head = place // HV, place % HV
+    if row < decay.shape[0]:
+        at = (2 * HK + 2 * HV) * HEAD + head  # b of this head, then HV further on its a
+        decay[row, head] = decay_of(element(mixed, row, at + HV), a_log[head], dt_bias[head])
+        beta[row, head] = sigmoid(element(mixed, row, at))
+
+
+@lanewise
+def decay_of(a, a_log, dt_bias):
+    """exp(-exp(a_log) · softplus(a + dt_bias))."""
+    return exp(-exp(a_log) * softplus(a + dt_bias))
+
+
+@lanewise
+def element(matrix, row, column):
+    """One element of a bf16 matrix, widened."""
+    pair = matrix[row, column // 2]
+    return bf16_high(pair) if column % 2 == 1 else bf16_low(pair)
+
+
+# --- Decode step -----------------------------------------------------------------------------------------------------
+
+
+@kernel
+def step_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV, COMMIT):
+    """A warp takes two value rows of a head, lane l the key indices 4l .. 4l + 3 of both. Research §6.2.
+
+    y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
+    streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (S, HV, 16), 128 threads.
+    """
+    owner, head = cuda.blockIdx.x, cuda.blockIdx.y
+    lane = cuda.threadIdx.x % 32
+    value = cuda.blockIdx.z * 8 + cuda.threadIdx.x // 32 * 2  # first value index of the warp
+    query_word = head // (HV // HK) * WORDS + lane * 2
+    key_word = query_word + HK * WORDS
+    value_word = (2 * HK + head) * WORDS + value // 2
+    place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
+    s = cuda.local.array((2, 4), float32)  # [value row, key index]
+    load_pair_of_rows(s, states, place, lane * 4)
+    first = streams[owner, FIRST]
+    for i in range(streams[owner, ROWS]):
+        row = first + i
+        # s = s·g; mem = sum s·k
+        part0, part1 = decay_and_read(s, qkv, row, key_word, decay[row, head])
+        mem0, mem1 = warp_sum(part0), warp_sum(part1)
+        # dlt = (v - mem)·beta; s = s + k·dlt; y = sum s·q
+        part0, part1 = update_and_read(s, qkv, row, query_word, key_word, value_word, mem0, mem1, beta[row, head])
+        out0, out1 = warp_sum(part0), warp_sum(part1)
+        if lane == 0:
+            y[row, head * WORDS + value // 2] = pack_bf16(out0, out1)
+    if COMMIT:
+        for r in range(2):
+            for i in range(4):
+                states[place + r, lane * 4 + i] = s[r, i]
+
+
+@lanewise
+def load_pair_of_rows(s, states, place, column):
+    """Four elements of two neighbouring rows."""
+    for r in range(2):
+        for i in range(4):
+            s[r, i] = states[place + r, column + i]
+
+
+@lanewise
+def dot4(s, low, high):
+    """((s0·x0 + s1·x1) + s2·x2) + s3·x3 with x the four bf16 of two words; each operation rounded."""
+    return ((s[0] * bf16_low(low) + s[1] * bf16_high(low)) + s[2] * bf16_low(high)) + s[3] * bf16_high(high)
+
+
+@lanewise
+def decay_and_read(s, qkv, row, key_word, g):
+    """s = s·g; this lane's share of s·k for both rows."""
+    low, high = qkv[row, key_word], qkv[row, key_word + 1]
+    for r in range(2):
+        for i in range(4):
+            s[r, i] = s[r, i] * g
+    return dot4(s[0], low, high), dot4(s[1], low, high)
+
+
+@lanewise
+def update_and_read(s, qkv, row, query_word, key_word, value_word, mem0, mem1, b):
+    """s = s + k·((v - mem)·beta); this lane's share of s·q for both rows."""
+    v = qkv[row, value_word]
+    low, high = qkv[row, key_word], qkv[row, key_word + 1]
+    add_outer4(s[0], low, high, (bf16_low(v) - mem0) * b)
+    add_outer4(s[1], low, high, (bf16_high(v) - mem1) * b)
+    low, high = qkv[row, query_word], qkv[row, query_word + 1]
+    return dot4(s[0], low, high), dot4(s[1], low, high)
+
+
+@lanewise
+def add_outer4(s, low, high, delta):
+    """s = s + k·delta for four key indices, product and sum rounded."""
+    s[0] = s[0] + bf16_low(low) * delta
+    s[1] = s[1] + bf16_high(low) * delta
+    s[2] = s[2] + bf16_low(high) * delta
+    s[3] = s[3] + bf16_high(high) * delta
+
+
+# --- Prompt chain ----------------------------------------------------------------------------------------------------
+
+
+@kernel
+def chain_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV):
+    """A block takes a head, two threads a value row: thread ``half`` the keys 8j + 4·half + 0 .. 3. Research §6.3.
+
+    y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
+    streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (S, HV), 256 threads.
+    """
+    owner, head = cuda.blockIdx.x, cuda.blockIdx.y
+    value, half = cuda.threadIdx.x // 2, cuda.threadIdx.x % 2
+    query_word = head // (HV // HK) * WORDS + half * 2
+    key_word = query_word + HK * WORDS
+    value_at = (2 * HK + head) * HEAD + value
+    place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
+    s = cuda.local.array(64, float32)  # [(j, i)], key index 8j + 4·half + i
+    load_half_row(s, states, place, half * 4)
+    first = streams[owner, FIRST]
+    for i in range(streams[owner, ROWS]):
+        row = first + i
+        # s = s·g; mem = sum s·k, four chains over j
+        part = chain_read(s, qkv, row, key_word, decay[row, head])
+        mem = part + shfl_xor(part, 1)
+        # dlt = (v - mem)·beta; s = fma(k, dlt, s); y = sum s·q, four chains over j
+        delta = (element(qkv, row, value_at) - mem) * beta[row, head]
+        part = chain_update(s, qkv, row, query_word, key_word, delta)
+        out = part + shfl_xor(part, 1)
+        neighbour = shfl_xor(out, 2)
+        if cuda.threadIdx.x % 4 == 0:
+            y[row, head * WORDS + value // 2] = pack_bf16(out, neighbour)
+    for j in range(16):
+        for i in range(4):
+            states[place, half * 4 + 8 * j + i] = s[4 * j + i]
+
+
+@lanewise
+def load_half_row(s, states, place, column):
+    """Every other four elements of a row of the state."""
+    for j in range(16):
+        for i in range(4):
+            s[4 * j + i] = states[place, column + 8 * j + i]
+
+
+@lanewise
+def chain_read(s, qkv, row, key_word, g):
+    """s = s·g; this thread's half of s·k: m[i] = fma(s, k, m[i]) over j, then (m0 + m1) + (m2 + m3)."""
+    m0, m1, m2, m3 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    for j in range(16):
+        low, high = qkv[row, key_word + 4 * j], qkv[row, key_word + 4 * j + 1]
+        s0, s1, s2, s3 = s[4 * j] * g, s[4 * j + 1] * g, s[4 * j + 2] * g, s[4 * j + 3] * g
+        s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = s0, s1, s2, s3
+        m0, m1 = fma(s0, bf16_low(low), m0), fma(s1, bf16_high(low), m1)
+        m2, m3 = fma(s2, bf16_low(high), m2), fma(s3, bf16_high(high), m3)
+    return (m0 + m1) + (m2 + m3)
+
+
+@lanewise
+def chain_update(s, qkv, row, query_word, key_word, delta):
+    """s = fma(k, delta, s); this thread's half of s·q, in the order of chain_read."""
+    o0, o1, o2, o3 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    for j in range(16):
+        low, high = qkv[row, key_word + 4 * j], qkv[row, key_word + 4 * j + 1]
+        s0, s1 = fma(bf16_low(low), delta, s[4 * j]), fma(bf16_high(low), delta, s[4 * j + 1])
+        s2, s3 = fma(bf16_low(high), delta, s[4 * j + 2]), fma(bf16_high(high), delta, s[4 * j + 3])
+        s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3] = s0, s1, s2, s3
+        low, high = qkv[row, query_word + 4 * j], qkv[row, query_word + 4 * j + 1]
+        o0, o1 = fma(s0, bf16_low(low), o0), fma(s1, bf16_high(low), o1)
+        o2, o3 = fma(s2, bf16_low(high), o2), fma(s3, bf16_high(high), o3)
+    return (o0 + o1) + (o2 + o3)
+
+
+# --- Gated output norm -----------------------------------------------------------------------------------------------
+
+
+@kernel
+def gated_norm_kernel(out, y, mixed, gain, eps, *, HK, HV, GATE):
+    """A warp takes one row's value head, a lane four elements. Research §6.4.
+
+    out, y: bf16 [W, HV·128]; mixed: bf16 [W, columns]; gain: float32 [128]; eps: float32.
+    Launch: grid (W, HV / 4), 128 threads.
+    """
+    row = cuda.blockIdx.x
+    lane = cuda.threadIdx.x % 32
+    head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32
+    if head < HV:
+        word = head * WORDS + lane * 2
+        gate_word = (2 * HK + HV) * WORDS + word
+        low, high = y[row, word], y[row, word + 1]
+        inverse = inverse_rms(warp_sum(squares4(low, high)), HEAD, eps)
+        out[row, word] = gated_pair(low, mixed[row, gate_word], inverse, gain[lane * 4], gain[lane * 4 + 1], GATE=GATE)
+        out[row, word + 1] = gated_pair(
+            high, mixed[row, gate_word + 1], inverse, gain[lane * 4 + 2], gain[lane * 4 + 3], GATE=GATE
+        )
+
+
+@lanewise
+def squares4(low, high):
+    """The sum of the squares of four bf16, left to right."""
+    y0, y1, y2, y3 = bf16_low(low), bf16_high(low), bf16_low(high), bf16_high(high)
+    return ((y0 * y0 + y1 * y1) + y2 * y2) + y3 * y3
+
+
+@lanewise
+def gated_pair(y, z, inverse, gain_low, gain_high, *, GATE):
+    """bf16(gate(z) · ((y · inverse) · gain)) of a pair."""
+    low = gate_of(bf16_low(z), GATE=GATE) * ((bf16_low(y) * inverse) * gain_low)
+    high = gate_of(bf16_high(z), GATE=GATE) * ((bf16_high(y) * inverse) * gain_high)
+    return pack_bf16(low, high)
+
+
+@lanewise
+def gate_of(z, *, GATE):
+    """silu or sigmoid."""
+    return silu(z) if GATE == "silu" else sigmoid(z)
