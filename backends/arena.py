@@ -1,0 +1,108 @@
+"""The arena: every cache byte of a backend in one array of words, and where each part lies in it. Spec attention §3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+POISON = np.uint32(0xFFFFFFFF)
+"""What nobody has written: two bf16 NaNs, a float32 NaN."""
+ALIGN = 4
+"""Words: planes and pages start at multiples of 16 bytes."""
+
+
+def aligned(words: int) -> int:
+    """Words rounded up to 16 bytes."""
+    return -(-words // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a backend needs to know of a model.
+
+    attention_layers, linear_layers: layer numbers. heads, kv_heads, head_dim: of full attention. value_heads, value_dim,
+    key_dim: of the recurrent state [value_heads, value_dim, key_dim] float32. conv_channels, conv_rows: of the convolution's
+    history [conv_rows, conv_channels] bf16.
+    """
+
+    attention_layers: tuple[int, ...]
+    linear_layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_heads: int
+    value_dim: int
+    key_dim: int
+    conv_channels: int
+    conv_rows: int
+
+    def plane_words(self, positions: int) -> int:
+        """Words of one layer's K (or V) for a page of ``positions``."""
+        return aligned(self.kv_heads * positions * self.head_dim // 2)
+
+    def page_words(self, positions: int) -> int:
+        """Words of a page: each attention layer's K, then its V."""
+        return len(self.attention_layers) * 2 * self.plane_words(positions)
+
+    def planes(self, layer: int, positions: int) -> tuple[int, int]:
+        """Word offsets of a layer's K and V inside a page of ``positions``."""
+        k = self.attention_layers.index(layer) * 2 * self.plane_words(positions)
+        return k, k + self.plane_words(positions)
+
+
+def part_words(shape: CacheShape, streams: int, cache_words: int, rows: int) -> dict[str, int]:
+    """Words of each part of an arena, in order."""
+    states = len(shape.linear_layers) * streams
+    return {
+        "cache": aligned(cache_words),
+        "states": states * shape.value_heads * shape.value_dim * shape.key_dim,
+        "histories": aligned(states * shape.conv_rows * shape.conv_channels // 2),
+        "records": len(shape.attention_layers) * 2 * rows * shape.kv_heads * shape.head_dim // 2,
+    }
+
+
+class Arena:
+    """Cache pages from the bottom; above them each stream's recurrent state, convolution history and window record.
+
+    shape: the model's. streams: how many have a place. cache_words: words for keys and values. rows: of all windows of one
+    decode pass together, at most. xp: numpy or cupy. Everything starts as POISON.
+    """
+
+    def __init__(self, shape: CacheShape, streams: int, cache_words: int, rows: int, xp: Any = np):
+        self.shape, self.streams, self.rows = shape, streams, rows
+        sizes = part_words(shape, streams, cache_words, rows)
+        self.starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+        self.words = xp.full(sum(sizes.values()), POISON, dtype=np.uint32)
+
+    def part(self, name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """A part of the arena as an array: the same memory."""
+        start = self.starts[name]
+        return (
+            self.words[start : start + int(np.prod(shape)) * np.dtype(dtype).itemsize // 4].view(dtype).reshape(shape)
+        )
+
+    @cached_property
+    def states(self) -> Any:
+        """float32 [linear layers, streams, value_heads, value_dim, key_dim]"""
+        s = self.shape
+        return self.part(
+            "states", np.float32, (len(s.linear_layers), self.streams, s.value_heads, s.value_dim, s.key_dim)
+        )
+
+    @cached_property
+    def histories(self) -> Any:
+        """bf16 [linear layers, streams, conv_rows, conv_channels]"""
+        s = self.shape
+        return self.part(
+            "histories", ml_dtypes.bfloat16, (len(s.linear_layers), self.streams, s.conv_rows, s.conv_channels)
+        )
+
+    @cached_property
+    def records(self) -> Any:
+        """bf16 [attention layers, 2, rows, kv_heads, head_dim]: keys and values of a decode pass's own rows."""
+        s = self.shape
+        return self.part("records", ml_dtypes.bfloat16, (len(s.attention_layers), 2, self.rows, s.kv_heads, s.head_dim))

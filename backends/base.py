@@ -1,0 +1,337 @@
+"""What a backend is: streams that own cache rows and recurrent state, and the two calls a layer makes.
+
+The engine calls ``batch`` once a pass, ``store`` and ``attend`` once an attention layer, ``finish`` when the pass is through.
+The batch's phase picks the kernels, never its row count (spec serving §0). A backend decides where rows live and nothing
+else; others register under the entry-point group ``refengine.backends``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from backends.arena import Arena, CacheShape, part_words
+from backends.layout import Layout
+from kernels_numba import decode_attention, decode_plan, keep, prompt_attention, rope_store
+from kernels_numba.streams import BASE, COLUMNS, COMMITTED, FIRST, PTOK, ROWS, TABLE
+
+PROMPT, DECODE = "prompt", "decode"
+MOST_PATH = decode_plan.MOST_ROWS
+BF16 = ml_dtypes.bfloat16
+
+
+class BackendError(Exception):
+    """A backend was asked for what it cannot do: one line that says what would do."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One sequence's place: its cache rows, window record and recurrent state. ``committed`` positions are kept."""
+
+    backend: Backend
+    slot: int
+    capacity: int
+    committed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def grow(self, end: int) -> None:
+        """Make sure that positions below ``end`` have a place. Raises BackendError beyond the capacity."""
+        if end > self.capacity:
+            raise BackendError(f"stream {self.slot}: position {end - 1} is past its capacity of {self.capacity}")
+        self.backend.grow(self, end)
+
+    def state(self, layer: int) -> tuple[Any, Any]:
+        """(recurrent state [HV, DV, DK] float32, conv history [3, C] bf16) of a linear layer: the memory itself."""
+        states, histories = self.backend.layer_states(layer)
+        return states[self.slot], histories[self.slot]
+
+    def release(self) -> None:
+        """Give everything back."""
+        self.backend.release(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """The norms of an attention layer's queries and keys: effective gains float32 [D], and eps."""
+
+    q: Any
+    k: Any
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows of one pass, as kernels take them. rows: W rows, streams one after the other.
+
+    table: int64 [S, 6] on the host; streams: the same on the device; owners: int32 [W], row -> stream; slots: int32 [S], place
+    of the recurrent state. For decode: paths int32 [W, 128] and depths int32 [W], the window rows that a row sees; plan and
+    scratch, how the launch is cut.
+    """
+
+    phase: str
+    members: tuple[Stream, ...]
+    table: np.ndarray
+    streams: Any
+    owners: Any
+    slots: Any
+    paths: Any = None
+    depths: Any = None
+    plan: Any = None
+    scratch: Any = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.table[:, ROWS].sum())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a backend is built for.
+
+    context: positions a stream has room for. streams: how many at once. page_size: positions a page, for backends that let one
+    choose. window_rows: rows of one stream's decode pass, at most. spare_pages: pages beyond what the streams can need.
+    shuffle: seed of an order of the pages in which they are handed out (None: lowest first).
+    """
+
+    context: int
+    streams: int = 1
+    page_size: int = 256
+    window_rows: int = 1
+    spare_pages: int = 0
+    shuffle: int | None = None
+
+    def check(self, name: str) -> None:
+        """Raise BackendError for sizes that make no sense."""
+        for field_name in ("context", "streams", "page_size", "window_rows"):
+            if getattr(self, field_name) < 1:
+                raise BackendError(f"{name}: {field_name} {getattr(self, field_name)}: at least 1")
+        if self.window_rows > MOST_PATH:
+            raise BackendError(f"{name}: window_rows {self.window_rows}: at most {MOST_PATH}")
+
+
+class Backend(ABC):
+    """A form of cache. shape: of the model. sizes: what it is for. xp: numpy or cupy, where arrays live.
+
+    Raises BackendError when the sizes make no sense.
+    """
+
+    name: ClassVar[str]
+    layout: ClassVar[Layout]
+    paged: ClassVar[bool]
+
+    def __init__(self, shape: CacheShape, sizes: Sizes, xp: Any = np):
+        sizes.check(self.name)
+        self.shape, self.sizes, self.xp = shape, sizes, xp
+        self.positions = self.page_positions(sizes)
+        self.page_words = shape.page_words(self.positions)
+        self.columns = -(-sizes.context // self.positions)
+        self.arena = Arena(shape, sizes.streams, self.cache_words(shape, sizes), sizes.streams * sizes.window_rows, xp)
+        self.free_slots = list(range(sizes.streams))
+        self.pages = xp.full(sizes.streams * self.columns, self.null_page, dtype=np.int32)
+
+    # --- What a form of cache decides -----------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def page_positions(cls, sizes: Sizes) -> int:
+        """Positions a page. Raises BackendError for a page size that this form does not have."""
+
+    @classmethod
+    @abstractmethod
+    def cache_words(cls, shape: CacheShape, sizes: Sizes) -> int:
+        """Words of the arena for keys and values."""
+
+    @classmethod
+    def arena_bytes(cls, shape: CacheShape, sizes: Sizes) -> int:
+        """Bytes of the whole arena."""
+        return 4 * sum(
+            part_words(shape, sizes.streams, cls.cache_words(shape, sizes), sizes.streams * sizes.window_rows).values()
+        )
+
+    @property
+    def null_page(self) -> int:
+        """The page that unused table entries name."""
+        return 0
+
+    @abstractmethod
+    def address(self, stream: Stream) -> tuple[int, int]:
+        """(BASE, TABLE) of the stream table: spec attention §3."""
+
+    @abstractmethod
+    def grow(self, stream: Stream, end: int) -> None:
+        """Give the stream a place for positions below ``end``, which are within its capacity."""
+
+    @abstractmethod
+    def freed(self, stream: Stream) -> None:
+        """Take the stream's cache rows back."""
+
+    # --- Streams ----------------------------------------------------------------------------------------------------------
+
+    def open(self, capacity: int | None = None) -> Stream:
+        """A new stream with zeroed recurrent state. Raises BackendError when no place is free or capacity exceeds the context."""
+        capacity = self.sizes.context if capacity is None else capacity
+        if capacity > self.sizes.context:
+            raise BackendError(f"{self.name}: a stream of {capacity} positions: the context is {self.sizes.context}")
+        if not self.free_slots:
+            raise BackendError(f"{self.name}: no stream is free")
+        stream = Stream(self, self.free_slots.pop(0), capacity)
+        self.arena.states[:, stream.slot] = 0
+        self.arena.histories[:, stream.slot] = 0
+        return stream
+
+    def release(self, stream: Stream) -> None:
+        """Take a stream's place back."""
+        if stream.slot in self.free_slots:
+            raise BackendError(f"stream {stream.slot}: released twice")
+        self.freed(stream)
+        self.free_slots = sorted([*self.free_slots, stream.slot])
+
+    def layer_states(self, layer: int) -> tuple[Any, Any]:
+        """(states [slots, HV, DV, DK] float32, histories [slots, 3, C] bf16) of a linear layer."""
+        index = self.shape.linear_layers.index(layer)
+        return self.arena.states[index], self.arena.histories[index]
+
+    def stream_row(self, stream: Stream, first: int, rows: int) -> list[int]:
+        """The stream's row of the stream table."""
+        row = [0] * COLUMNS
+        row[FIRST], row[ROWS], row[COMMITTED], row[PTOK] = first, rows, stream.committed, self.positions
+        row[BASE], row[TABLE] = self.address(stream)
+        return row
+
+    # --- A pass -----------------------------------------------------------------------------------------------------------
+
+    def batch(self, phase: str, work: Sequence[tuple[Stream, int]]) -> Batch:
+        """The tables of a pass over (stream, rows) pairs; streams get a place for their rows.
+
+        Raises BackendError when a stream is full or the decode windows exceed what the backend was built for.
+        """
+        if phase == DECODE and sum(rows for _, rows in work) > self.arena.rows:
+            raise BackendError(f"{self.name}: a decode pass of this backend has at most {self.arena.rows} rows")
+        first, table = 0, []
+        for stream, rows in work:
+            stream.grow(stream.committed + rows)
+            table.append(self.stream_row(stream, first, rows))
+            first += rows
+        return self.tables(phase, tuple(stream for stream, _ in work), np.array(table, np.int64).reshape(-1, COLUMNS))
+
+    def tables(self, phase: str, members: tuple[Stream, ...], table: np.ndarray) -> Batch:
+        """A batch with its tables on the device."""
+        put = self.xp.asarray
+        streams, slots = put(table), put(np.array([s.slot for s in members], np.int32))
+        if phase == PROMPT:
+            owners = np.repeat(np.arange(len(members), dtype=np.int32), table[:, ROWS])
+            return Batch(phase, members, table, streams, put(owners), slots)
+        shape = self.shape
+        owners, paths, depths = map(put, decode_plan.chain_tables(table))
+        plan = decode_plan.plan_decode(table, shape.heads, shape.kv_heads, shape.head_dim)
+        scratch = self.xp.empty(plan.scratch_size, dtype=np.float32)
+        return Batch(phase, members, table, streams, owners, slots, paths, depths, plan.to(self.xp), scratch)
+
+    def store(self, layer: int, qkv: Any, norms: Norms, rope: Any, batch: Batch) -> Any:
+        """Norm and rotate q and k; keys and values go to the cache (prompt) or to the window record (decode).
+
+        qkv: bf16 [W, (2·H + 2·HK)·D], rows [H × (query | gate) | keys | values]. rope: float32 [positions, 2, dims / 2].
+        Returns q: bf16 [W, H, D].
+        """
+        shape, address = self.shape, (self.arena.words, self.pages)
+        q = self.xp.empty((batch.rows, shape.heads, shape.head_dim), dtype=BF16)
+        if batch.phase == PROMPT:
+            rope_store.rope_store(
+                q, qkv, *address, batch.streams, batch.owners, norms.q, norms.k, rope, *self.planes(layer), self.page_words,
+                norms.eps, shape.kv_heads, self.layout,
+            )  # fmt: skip
+        else:
+            rope_store.rope_record(
+                q,
+                qkv,
+                *self.record(layer, batch),
+                batch.streams,
+                batch.owners,
+                batch.depths,
+                norms.q,
+                norms.k,
+                rope,
+                norms.eps,
+            )
+        return q
+
+    def attend(self, layer: int, q: Any, batch: Batch) -> Any:
+        """Attention of the batch's rows; q and the result: bf16 [W, H, D]. The phase picks the kernels."""
+        out = self.xp.empty(q.shape, dtype=BF16)
+        scale = np.float32(self.shape.head_dim**-0.5)
+        address = (self.arena.words, self.pages, batch.streams)
+        if batch.phase == PROMPT:
+            self.attend_prompts(out, q, address, layer, scale, batch)
+        else:
+            decode_attention.decode_attention(
+                out, q, *address, batch.owners, batch.paths, batch.depths, *self.record(layer, batch), *self.planes(layer),
+                self.page_words, scale, batch.scratch, batch.plan, self.layout,
+            )  # fmt: skip
+        return out
+
+    def attend_prompts(self, out: Any, q: Any, address: tuple, layer: int, scale: np.float32, batch: Batch) -> None:
+        """One launch a stream."""
+        shape = self.shape
+        per_block = prompt_attention.heads_per_block(shape.heads // shape.kv_heads)
+        bound = prompt_attention.prompt_attention.at(D=shape.head_dim, HPC=per_block, layout=self.layout)
+        for number, rows in enumerate(batch.table[:, ROWS]):
+            grid, threads, shared = prompt_attention.launch_shape(
+                int(rows), shape.heads, shape.kv_heads, shape.head_dim
+            )
+            bound[grid, threads, None, shared](
+                out, q, *address, number, *self.planes(layer), self.page_words, shape.heads, shape.kv_heads, scale
+            )
+
+    def finish(self, batch: Batch) -> None:
+        """The pass is through: its rows are committed; a decode pass's records are kept in the caches."""
+        if batch.phase == DECODE:
+            ends = self.xp.asarray((batch.table[:, FIRST] + batch.table[:, ROWS] - 1).astype(np.int32))
+            kept = self.xp.asarray(batch.table[:, ROWS].astype(np.int32))
+            for layer in self.shape.attention_layers:
+                keep.keep(
+                    self.arena.words, self.pages, batch.streams, batch.paths, ends, kept, *self.record(layer, batch),
+                    *self.planes(layer), self.page_words, int(batch.table[:, ROWS].max()), self.layout,
+                )  # fmt: skip
+        for stream, rows in zip(batch.members, batch.table[:, ROWS]):
+            stream.committed += int(rows)
+
+    def planes(self, layer: int) -> tuple[int, int]:
+        """Word offsets of a layer's K and V in a page."""
+        return self.shape.planes(layer, self.positions)
+
+    def record(self, layer: int, batch: Batch) -> tuple[Any, Any]:
+        """A layer's window record, keys and values: bf16 [W, HK, D] each."""
+        both = self.arena.records[self.shape.attention_layers.index(layer)]
+        return both[0, : batch.rows], both[1, : batch.rows]
+
+    def cache_bytes(self, stream: Stream) -> int:
+        """Bytes of keys and values that the stream holds."""
+        return 4 * self.page_words * self.held_pages(stream)
+
+    def held_pages(self, stream: Stream) -> int:
+        """Pages (or windows) the stream holds."""
+        return 1
+
+
+# --- By name --------------------------------------------------------------------------------------------------------------
+
+ENTRY_POINTS = "refengine.backends"
+
+
+def backend_names() -> list[str]:
+    """Every registered backend, the plug-ins too."""
+    return [point.name for point in entry_points(group=ENTRY_POINTS)]
+
+
+def backend_class(name: str) -> type[Backend]:
+    """A backend by name. Raises BackendError for a name that nobody registered."""
+    found = entry_points(group=ENTRY_POINTS, name=name)
+    if not found:
+        raise BackendError(f"backend {name}: unknown; there are {', '.join(backend_names())}")
+    return next(iter(found)).load()

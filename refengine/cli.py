@@ -1,0 +1,182 @@
+"""The command line: ``refengine COMMAND``. Bad input is one line on stderr and exit status 2; a finding is status 1."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backends.base import BackendError
+from kernels_numba.machine import KernelError
+from refengine import __version__
+from refengine.errors import UserError
+
+UsageError: type = typer.BadParameter.__mro__[1]
+"""A call that the parser refuses; the class stands in another module in each version of typer."""
+STOPPED, NO_READER = 130, 141
+"""Exit statuses of a shell's own tools after Ctrl-C and after the reader of a pipe has left."""
+
+app = typer.Typer(
+    add_completion=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="A reference engine for paged attention: read the kernels, run them without a GPU, prove backends equal, bit "
+    "for bit.\n\nExample: `refengine compare qwen3.5-tiny --page-size 48 --prompt-tokens 300 --tokens 8`",
+    epilog="Exit status: 0 all is well; 1 a finding (different, unchecked, changed); 2 a bad call or file.",
+)
+
+DeviceName = Annotated[str, typer.Option("--device", help="Where to run: auto, cpu or cuda.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file, too.")]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"refengine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback on failure; in any place.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of every command; ``main`` has taken --debug out before this is called."""
+
+
+@app.command()
+def compare(
+    model: Annotated[
+        str, typer.Argument(help="A registry name (`refengine models`) or a checkpoint folder.")
+    ] = "qwen3.5-tiny",
+    backends: Annotated[
+        str, typer.Option(help="Backends by name; the others are held against the first.")
+    ] = "window,paged,paged-p256",
+    page_size: Annotated[int, typer.Option(help="Positions a page of the paged backend.")] = 48,
+    prompt: Annotated[str | None, typer.Option(help="The prompt, or @FILE. Default: random tokens.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the prompt: the first of --prompt, or random ones (600).")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    parallel: Annotated[int, typer.Option(help="Streams at once; the n-th has the prompt rotated by n tokens.")] = 1,
+    prompt_rows: Annotated[int, typer.Option(help="Rows a prompt pass, at most 4096.")] = 256,
+    context: Annotated[
+        int | None, typer.Option(help="Positions a stream has room for. Default: what it needs.")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Refuse a cache larger than this.")] = None,
+    device: DeviceName = "auto",
+    json: Json = None,
+    seed: Annotated[int, typer.Option(help="Of the synthetic checkpoint, the random prompt and the page order.")] = 0,
+) -> None:
+    """Run a prompt and a decode through each backend and compare them, bit for bit.
+
+    Ends with EQUAL, DIFFERENT and the first place where they part, or UNCHECKED and why nothing was proved.
+
+    Example: `refengine compare qwen3.5-tiny --page-size 48 --prompt @docs/prompt.txt --tokens 8`
+    """
+    from refengine.commands.compare import Request, run
+
+    names = tuple(n.strip() for n in backends.split(",") if n.strip())
+    request = Request(
+        model, names, page_size, prompt, prompt_tokens, tokens, parallel, prompt_rows, context, memory_gib, device, seed
+    )
+    raise typer.Exit(run(request, json))
+
+
+@app.command()
+def models(
+    name: Annotated[str | None, typer.Argument(help="Show this entry in full.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Hold a checkpoint's config and tensors against the entry.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Positions a page, for the bytes a page.")] = 256,
+    json: Json = None,
+) -> None:
+    """Show the registry: layers, heads, KV bytes a token, bytes a page, bytes of recurrent state.
+
+    Example: `refengine models qwen3.5-tiny --page-size 48`
+    """
+    from refengine.commands.models import run
+
+    raise typer.Exit(run(name, check, page_size, json))
+
+
+@app.command()
+def inspect(
+    kernel: Annotated[str | None, typer.Argument(help="A kernel by name. Default: all that are launched.")] = None,
+    model: Annotated[str, typer.Option(help="Whose launches: a registry name.")] = "qwen3.5-tiny",
+    backend: Annotated[str, typer.Option(help="Through which backend.")] = "paged",
+    sm: Annotated[str, typer.Option(help="Architectures.")] = "80,86,89,90,120",
+    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX, which all architectures share.")] = False,
+    sass: Annotated[bool, typer.Option("--sass", help="Print the machine code of the first architecture.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Hold the machine code against an earlier --json.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Show what kernels compile to, without a GPU: registers, shared memory, stack, spills, code size.
+
+    Example: `refengine inspect prompt_attention --backend paged --sm 80,90`
+    """
+    from refengine.commands.inspect import Request, run
+
+    raise typer.Exit(run(Request(kernel, model, backend, sm, ptx, sass, against), json))
+
+
+# --- From the call to the exit status -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Entry point of the ``refengine`` command."""
+    debug, arguments = split_debug(sys.argv[1:])
+    call = partial(app, arguments or ["--help"], prog_name="refengine", standalone_mode=False)
+    sys.exit(status_of(call, debug))
+
+
+def split_debug(arguments: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether --debug stands among the options, and the arguments without it; after ``--`` nothing is an option."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [a for a in arguments[:end] if a != "--debug"]
+    return len(kept) < end, [*kept, *arguments[end:]]
+
+
+def status_of(call: Callable[[], int | None], debug: bool) -> int:
+    """The exit status of a command; what goes wrong is one line on stderr, or with debug a traceback."""
+    try:
+        status = call() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    except (KeyboardInterrupt, typer.Abort):
+        return STOPPED
+    except Exception as problem:
+        if debug:
+            traceback.print_exc()
+        else:
+            print(f"refengine: {one_line(problem)}", file=sys.stderr)
+        return 2
+
+
+def one_line(problem: Exception) -> str:
+    """What went wrong and what would do."""
+    if isinstance(problem, (UserError, BackendError, KernelError)):
+        text = str(problem)
+    elif isinstance(problem, UsageError):
+        where = problem.ctx.command_path if problem.ctx else "refengine"  # type: ignore[attr-defined]
+        text = f"{problem.format_message()} (see {where} --help)"  # type: ignore[attr-defined]
+    else:
+        text = f"stopped by {type(problem).__name__}: {problem}; run it again with --debug for the traceback"
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    main()

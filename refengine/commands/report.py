@@ -1,0 +1,88 @@
+"""What a command shows: a table, a bar while it works, and a report as JSON, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from refengine import __version__
+from refengine.errors import UserError
+
+PACKAGES = ("numba", "numba-cuda", "numpy", "ml_dtypes", "cupy-cuda13x", "safetensors")
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def show(table: Table) -> None:
+    """Print a table as wide as the terminal is, or as PIPE_WIDTH."""
+    Console(width=None if Console().is_terminal else PIPE_WIDTH).print(table)
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr that leaves nothing behind; none where stderr is no terminal."""
+    columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def versions() -> dict[str, str]:
+    """What the figures depend on."""
+    found = {"refengine": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line() -> str:
+    """The command as one would type it."""
+    program = Path(sys.argv[0])
+    script = ["python", os.path.relpath(program)] if program.suffix == ".py" else [program.name]
+    return shlex.join([*script, *sys.argv[1:]])
+
+
+def check_report(path: Path | None) -> None:
+    """Raise UserError when no report can be written there: call it before the work."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"--json {path}: is a folder; name a file")
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
+    except OSError as problem:
+        raise unwritable(path, problem) from problem
+
+
+def write_report(path: Path, body: dict[str, Any]) -> None:
+    """Write ``body`` with the versions and the command. Raises UserError when the file cannot be written."""
+    text = json.dumps({"command": command_line(), "versions": versions(), **body}, indent=1) + "\n"
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+            temporary = Path(out.name)
+            out.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as problem:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise unwritable(path, problem) from problem
+
+
+def unwritable(path: Path, problem: OSError) -> UserError:
+    """The refusal of a report's path."""
+    return UserError(f"--json {path}: cannot be written: {problem.strerror}; name a file in a folder of yours")

@@ -1,0 +1,1 @@
+"""Running requests through a model and a backend."""

@@ -1,0 +1,45 @@
+"""Proof that a paged arm was exercised: page lookups and straddling items, counted by one checked block a pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from backends.base import PROMPT, Backend, Batch
+from kernels_numba.machine import checked
+
+Grid = tuple[int, int, int]
+CHUNKS_A_ROW = 2
+"""grid.z of decode_partial, the one decode launch whose every block reads the stream's last page."""
+
+
+def prompt_block(grid: Grid) -> Grid:
+    """The block of a prompt launch that sees the most keys."""
+    return grid[0] - 1, 0, 0
+
+
+def decode_block(grid: Grid) -> Grid | None:
+    """A block of a decode pass: the last row's, at the committed keys that no whole chunk holds."""
+    return (grid[0] - 1, 0, 0) if grid[2] == CHUNKS_A_ROW else None
+
+
+class Witness:
+    """A backend that watches one block a pass, at its first attention layer, and counts.
+
+    lookups: loads of page tables. straddles: staged items that lie in two pages. Everything else is the backend's own.
+    """
+
+    def __init__(self, backend: Backend):
+        self.backend, self.counters = backend, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def attend(self, layer: int, q: Any, batch: Batch) -> Any:
+        """As the backend's, watched at the first attention layer."""
+        if layer != self.backend.shape.attention_layers[0]:
+            return self.backend.attend(layer, q, batch)
+        with checked(sample=prompt_block if batch.phase == PROMPT else decode_block) as report:
+            out = self.backend.attend(layer, q, batch)
+        self.counters += report.counters
+        return out
