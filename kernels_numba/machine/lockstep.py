@@ -438,7 +438,7 @@ def translate(program: Program, callee: Callable[[Program], Callable], support: 
     translator = Translator(program, callee)
     module = ast.Module([translator.function()], [])
     casts = {f"cast_{name}": cast for name, cast in lanes.CASTS.items()}
-    namespace = {**vars(lanes), **casts, **support, "__lockstep__": program.name}
+    namespace = {**vars(lanes), **casts, **support, "__lockstep__": program}
     namespace.update(translator.namespace)
     exec(compile(ast.fix_missing_locations(module), program.filename, "exec"), namespace)
     return namespace[program.tree.name]

@@ -1,0 +1,97 @@
+"""Which kernels the engine launches for a model and a backend, found by running the engine with nothing executed.
+
+The forward pass, the backend and the loader are the engine's own; the weights have their shapes and no values, a layer
+of each kind stands for all of that kind, and every launch is noted in place of running.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from backends.base import Backend, Sizes
+from kernels_numba.machine import Kernel
+from kernels_numba.machine.frontend import Program
+from kernels_numba.machine.modes import Noted, recorded
+from refengine.checkpoint import Checkpoint, load_weights
+from refengine.device import open_device
+from refengine.model import Qwen35, cache_shape
+from refengine.registry import ModelSpec
+from refengine.serve.passes import Session
+
+PROMPT_ROWS, PAGE_SIZE = 512, 48
+LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33
+"""Prompts whose runs take every branch: a whole chunk of committed keys and a short last pass; more decode rows than a
+narrow matrix product takes."""
+DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
+
+
+def launches(spec: ModelSpec, backend: type[Backend]) -> list[Noted]:
+    """Every different launch of prompt passes and decode steps, in order."""
+    small = one_of_each_kind(spec)
+    weights = load_weights(BlankCheckpoint(small), small)
+    with recorded() as recording:
+        for prompts in (LONG, MANY):
+            rehearse(small, weights, backend, prompts)
+    return recording.launches
+
+
+def rehearse(spec: ModelSpec, weights: Any, backend: type[Backend], prompts: Sequence[Sequence[int]]) -> None:
+    """The prompts in passes and one decode step."""
+    device, context = open_device("cpu"), len(prompts[0]) + 2
+    sizes = Sizes(context, len(prompts), PAGE_SIZE)
+    model = Qwen35(spec, weights, device, context)
+    for _ in Session(model, backend(cache_shape(spec), sizes), device, prompts, PROMPT_ROWS).run(2):
+        pass
+
+
+def one_of_each_kind(spec: ModelSpec) -> ModelSpec:
+    """The model with one layer of each kind."""
+    kinds = tuple(dict.fromkeys(spec.layer_types))
+    return replace(spec, layers=len(kinds), layer_types=kinds)
+
+
+# --- Weights that have shapes only ----------------------------------------------------------------------------------
+
+
+class Blank(np.ndarray):
+    """Zeros that nobody touches, so that they take no memory; joined, they give others."""
+
+    def __array_function__(self, function: Any, types: Iterable[type], args: Any, kwargs: Any) -> Any:
+        if function is not np.concatenate:
+            return super().__array_function__(function, types, args, kwargs)
+        (parts,) = args
+        return np.zeros((sum(len(p) for p in parts), *parts[0].shape[1:]), parts[0].dtype)
+
+
+class BlankCheckpoint(Checkpoint):
+    """A checkpoint of the right names, shapes and types."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__(Path(), spec, spec.tensors(), {})
+
+    def by_role(self, role: str, layer: int | None = None) -> np.ndarray:
+        tensor = self.tensors[role, layer]
+        return np.zeros(tensor.shape, DTYPES[tensor.dtype]).view(Blank)
+
+
+# --- What was bound -------------------------------------------------------------------------------------------------
+
+
+def arguments(program: Program) -> str:
+    """The compile-time arguments that a program was made with, as ``D=256 layout=paged``."""
+    homes = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == program.filename]
+    kernels = [k for m in homes if isinstance(k := getattr(m, program.name, None), Kernel)]
+    bound = next((b.bound for k in kernels for b in k.bound.values() if b.program is program), {})
+    return " ".join(f"{name}={shown(value)}" for name, value in bound.items())
+
+
+def shown(value: Any) -> str:
+    """A compile-time argument by its name, if it has one."""
+    return str(getattr(value, "name", None) or getattr(value, "__name__", None) or value)

@@ -1,0 +1,112 @@
+"""Every kernel that the engine launches: no finding in checked mode, CUDA's types in each variable, no rounding left out in PTX."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from backends.base import Sizes, backend_class, backend_names
+from kernels_numba.machine import checked
+from kernels_numba.machine.frontend import Program
+from refengine.checkpoint import load_weights, make_checkpoint, open_checkpoint
+from refengine.device import open_device
+from refengine.model import Qwen35, cache_shape
+from refengine.registry import load_model
+from refengine.serve.passes import Session
+from refengine.verify.launches import launches, one_of_each_kind
+
+SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
+PROMPT, ROWS, TOKENS = list(range(52)), 33, 2
+Observed = dict[tuple[Program, tuple], dict[str, set[str]]]
+"""(lock-step function, its arguments' types) -> variable -> the types it had."""
+
+
+def numba_type(value: Any) -> Any:
+    """The type CUDA would give a value of the CPU machine; None for what is not a value."""
+    if not hasattr(value, "dtype"):
+        return None
+    scalar = numba.from_dtype(np.dtype(value.dtype))
+    is_array = hasattr(value, "load")
+    return numba.types.Array(scalar, len(value.shape), "C") if is_array else scalar
+
+
+@contextmanager
+def observing(found: Observed) -> Iterator[None]:
+    """Note the type of each variable of each lock-step function as it returns."""
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        program = frame.f_globals.get("__lockstep__")
+        if event != "return" or program is None or frame.f_code.co_name != program.name:
+            return
+        types = {name: numba_type(value) for name, value in frame.f_locals.items() if not name.startswith("_")}
+        arguments = tuple(types[p] for p in program.params)
+        for name, kind in types.items():
+            if kind is not None and not isinstance(kind, numba.types.Array):
+                found[program, arguments][name].add(str(kind))
+
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture(scope="module", params=backend_names())
+def observed(request, tmp_path_factory) -> Observed:
+    """The engine, one layer of each kind, run in checked mode: any finding is an error here."""
+    folder = make_checkpoint(SPEC, tmp_path_factory.mktemp("checkpoint") / "tiny")
+    device, found = open_device("cpu"), defaultdict(lambda: defaultdict(set))
+    backend = backend_class(request.param)(cache_shape(SPEC), Sizes(64, page_size=48, shuffle=0, spare_pages=1))
+    model = Qwen35(SPEC, load_weights(open_checkpoint(folder, SPEC), SPEC), device, 64)
+    session = Session(model, backend, device, [PROMPT], ROWS)
+    with checked(), observing(found):
+        passes = list(session.run(TOKENS))
+    assert all(np.isfinite(p.logits).all() for p in passes)
+    return found
+
+
+@cache
+def cuda_types(program: Program, arguments: tuple) -> dict[str, set[str]]:
+    """Variable -> the types that numba-cuda infers for it."""
+    from numba.cuda.compiler import compile_cuda
+
+    from kernels_numba.machine.compiler import NVVM_OPTIONS, python_function
+
+    returns = numba.types.void if program.kind == "kernel" else None
+    compiled = compile_cuda(python_function(program), returns, arguments, nvvm_options=NVVM_OPTIONS, cc=(9, 0))
+    types = defaultdict(set)
+    for name, kind in compiled.type_annotation.typemap.items():
+        types[name.split(".")[0]].add(str(getattr(kind, "literal_type", kind)))
+    return types
+
+
+def test_a_variable_has_the_type_that_the_cuda_compiler_gives_it(observed):
+    pytest.importorskip("numba_cuda")
+    compared = 0
+    for (program, arguments), variables in observed.items():
+        wanted = cuda_types(program, arguments)
+        for name, types in variables.items():
+            assert types <= wanted[name], f"{program.name}: {name} is {types} here, {wanted[name]} in CUDA"
+            compared += len(types)
+    assert compared > 300
+
+
+@pytest.mark.parametrize("backend", backend_names())
+def test_no_product_and_sum_become_one_rounding_that_the_source_does_not_write(backend):
+    pytest.importorskip("numba_cuda")
+    from kernels_numba.machine.records import float_operations, ptx_text
+
+    found = launches(SPEC, backend_class(backend))
+    assert len(found) > 20
+    for one in found:
+        text = ptx_text(one.program, one.signature)
+        assert float_operations(text).unwanted == {}, one.program.name
+        assert ".f64" not in text, f"{one.program.name} computes in float64"
