@@ -318,8 +318,9 @@ def add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, *, D):
             b0, b1, b2, b3 = ldmatrix4_trans(memory, v_step + (v_piece ^ 8 * pair))
             n = 2 * pair
             o[n, 0], o[n, 1], o[n, 2], o[n, 3] = mma(a0, a1, a2, a3, b0, b1, o[n, 0], o[n, 1], o[n, 2], o[n, 3])
-            n = n + 1
-            o[n, 0], o[n, 1], o[n, 2], o[n, 3] = mma(a0, a1, a2, a3, b2, b3, o[n, 0], o[n, 1], o[n, 2], o[n, 3])
+            o[n + 1, 0], o[n + 1, 1], o[n + 1, 2], o[n + 1, 3] = mma(
+                a0, a1, a2, a3, b2, b3, o[n + 1, 0], o[n + 1, 1], o[n + 1, 2], o[n + 1, 3]
+            )
 
 
 @lanewise

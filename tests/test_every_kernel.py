@@ -1,4 +1,4 @@
-"""Every kernel that the engine launches: no finding in checked mode, CUDA's types in each variable, no rounding left out in PTX."""
+"""Every kernel the engine launches: no finding in checked mode, CUDA's types in each variable, no rounding left out in PTX."""
 
 from __future__ import annotations
 

@@ -76,11 +76,12 @@ class SharedArray:
 
 
 class LocalArray:
-    """A thread's own array; data: [*shape, lanes]."""
+    """A thread's own array of one or two dimensions; data: [*shape, lanes]; rows: its elements' lanes, as lists."""
 
     def __init__(self, data: np.ndarray):
         self.data, self.dtype = data, data.dtype
         self.shape = data.shape[:-1]
+        self.rows = list(data) if data.ndim == 2 else [list(plane) for plane in data]
 
     def one_element(self, index: Any) -> bool:
         """Whether the index is the same element for every lane, and inside: the usual case, decided fast."""
@@ -150,6 +151,14 @@ def load(launch: Any, mask: Mask, array: Any, index: Any) -> Value:
 def peek(launch: Any, mask: Mask, array: Any, index: Any) -> Value:
     """``array[index]`` as an operand that is used up at once."""
     return array.peek(launch, mask, index) if isinstance(array, LocalArray) else array.load(launch, mask, index)
+
+
+def put(mask: Mask, row: np.ndarray, value: Value) -> None:
+    """Write one element of a local array; row: its lanes."""
+    if mask is True:
+        row[:] = value
+    else:
+        np.copyto(row, value, where=mask, casting="unsafe")
 
 
 def store(launch: Any, mask: Mask, array: Any, index: Any, value: Value) -> None:

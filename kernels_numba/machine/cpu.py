@@ -176,12 +176,15 @@ def with_lanes(instruction: Instruction, body: Callable) -> Callable:
     lanes = [isinstance(o, (Type, Same)) for o in instruction.operands]
 
     def do(launch: Launch, mask: Mask, *operands: Value) -> Value:
-        out = []
-        for prepare, dtype, a_lane, value in zip(ready, wanted, lanes, operands):
+        for dtype, value in zip(wanted, operands):
             if value.__class__ is not np.ndarray or value.dtype is not dtype:
-                value = launch.full(prepare(value)) if a_lane else prepare(value)
-            out.append(value)
-        return body(launch.active(mask), *out)
+                operands = prepared(launch, operands)
+                break
+        return body(launch.everyone if mask is True else mask, *operands)
+
+    def prepared(launch: Launch, operands: tuple[Value, ...]) -> tuple[Any, ...]:
+        made = [prepare(value) for prepare, value in zip(ready, operands)]
+        return tuple(launch.full(value) if a_lane else value for a_lane, value in zip(lanes, made))
 
     return do
 
@@ -195,13 +198,14 @@ for _name, _instruction in INSTRUCTIONS.items():
     if _name in ("cp_commit", "cp_wait"):
         _method = no_wait
     else:
-        _method = (with_lanes if _name in MOVES else arithmetic)(_instruction, getattr(emulate, _name))
+        _body = emulate.mma_lanes if _name == "mma" else getattr(emulate, _name)
+        _method = (with_lanes if _name in MOVES else arithmetic)(_instruction, _body)
     setattr(Launch, f"do_{_name}", _method)
 
 
 # --- Running a grid -----------------------------------------------------------------------------------------------------
 
-SUPPORT = {"load": arrays.load, "store": arrays.store, "peek": arrays.peek}
+SUPPORT = {"load": arrays.load, "store": arrays.store, "peek": arrays.peek, "put": arrays.put}
 
 
 @cache
@@ -211,9 +215,17 @@ def stepped(program: Program) -> Callable:
 
 
 @cache
-def fast(program: Program) -> Callable:
-    """The program's lock-step function, lanewise device functions compiled."""
-    return LaneLoop(program, stepped(program)) if program.lanewise else translate(program, fast, SUPPORT)
+def fast(program: Program, ranks: tuple[int, ...] = ()) -> Callable:
+    """The program's lock-step function, lanewise device functions compiled. ranks: its parameters', see Translator."""
+    if program.lanewise:
+        return lane_loop(program)
+    return translate(program, fast, SUPPORT, ranks)
+
+
+@cache
+def lane_loop(program: Program) -> LaneLoop:
+    """The compiled form of a lanewise program, one for all ranks."""
+    return LaneLoop(program, stepped(program))
 
 
 def batches(grid: Dim3, threads: int, lanes: int = LANES) -> Iterator[np.ndarray]:

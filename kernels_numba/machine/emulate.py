@@ -284,6 +284,11 @@ def ldmatrix4_trans(active: np.ndarray, rows: np.ndarray, word: Lanes) -> list[n
 def mma(active: np.ndarray, *operands: Lanes, rule: Accumulation = HOPPER) -> list[np.ndarray]:
     """A · B + C for each warp: float32 [N], four times. operands: a0..a3, b0, b1 of uint32, c0..c3 of float32."""
     fragments = [lanes(x, active.size, UINT32 if i < 6 else FLOAT32) for i, x in enumerate(operands)]
+    return mma_lanes(active, *fragments, rule=rule)
+
+
+def mma_lanes(active: np.ndarray, *fragments: np.ndarray, rule: Accumulation = HOPPER) -> list[np.ndarray]:
+    """As mma, for operands that are lane arrays of their types already."""
     out = np.empty((4, active.size), np.uint32)
     mma_warps(rule.fraction_bits, rule.group, active, *fragments, out)
     return list(out.view(FLOAT32))

@@ -31,7 +31,7 @@ from .lanes import LaneTypeError, Mask
 HEADER = """from numba import boolean, float32, float64, int8, int32, int64, njit, uint8, uint16, uint32, uint64
 
 from kernels_numba.machine.scalars import *
-from kernels_numba.machine.scalars import INLINE, OPTIONS
+from kernels_numba.machine.scalars import CALLED, OPTIONS
 
 """
 
@@ -49,7 +49,7 @@ def scalar_source(program: Program) -> str:
     tree = Renamed({n: unique(p) for n, p in program.env.items() if isinstance(p, Program)}).visit(copied(program.tree))
     tree.name = unique(program)
     imports = "\n".join(f"from {shared_module(p)} import {unique(p)}" for p in dict.fromkeys(program.devices))
-    return f"{imports}\n\n@njit(**OPTIONS)\n{ast.unparse(tree)}\n"
+    return f"{imports}\n\n@njit(**CALLED)\n{ast.unparse(tree)}\n"
 
 
 @cache

@@ -33,6 +33,18 @@ BINARY = {
 UNARY = {ast.USub: "usub", ast.UAdd: "uadd", ast.Invert: "invert", ast.Not: "logical_not"}
 INTEGER_CALLS = {"min": "int_min", "max": "int_max", "abs": "int_abs"}
 JUMPS = (ast.Return, ast.Break, ast.Continue)
+INT_OPERATORS = (
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.LShift,
+    ast.RShift,
+    ast.BitAnd,
+    ast.BitOr,
+    ast.BitXor,
+)
 
 
 def load_name(name: str) -> ast.Name:
@@ -80,10 +92,18 @@ class Scope:
 
 
 class Translator:
-    """Translates one Program; ``namespace`` collects the constants the code refers to."""
+    """Translates one Program; ``namespace`` collects the constants the code refers to.
 
-    def __init__(self, program: Program, callee: Callable[[Program], Callable]):
+    ranks: of each parameter that is a local array its dimensions, of others 0. Then elements of local arrays whose index is
+    sure to be the same for every lane are reached without a call: ``ints`` are the names that are sure to hold one int, in
+    ``ranks`` stand the names that are sure to hold a local array. None: every access is a call, for checked mode.
+    """
+
+    def __init__(self, program: Program, callee: Callable, ranks: tuple[int, ...] | None):
         self.program, self.callee = program, callee
+        self.direct = ranks is not None
+        self.ranks = {p: rank for p, rank in zip(program.params, ranks or ()) if rank}
+        self.ints: set[str] = set()
         self.namespace: dict[str, Any] = {}
         self.names = 0
         self.loops: list[Loop] = []
@@ -160,6 +180,7 @@ class Translator:
 
     def do_Assign(self, node: ast.Assign, scope: Scope) -> list[ast.stmt]:
         value = self.expression(node.value, scope.mask)
+        self.note(node, scope)
         if len(node.targets) == 1:
             return self.store(node.targets[0], value, scope)
         kept = self.fresh("v")
@@ -194,6 +215,9 @@ class Translator:
             unpack = ast.Assign([ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())], value)
             return [unpack] + [s for t, n in zip(target.elts, names) for s in self.store(t, load_name(n), scope)]
         assert isinstance(target, ast.Subscript)
+        row = self.row(target)
+        if row is not None:
+            return [ast.Expr(call("put", load_name(mask), row, value))]
         array, index = self.expression(target.value, mask), self.expression(target.slice, mask)
         return [ast.Expr(call("store", load_name("_x"), load_name(mask), array, index, value))]
 
@@ -216,6 +240,8 @@ class Translator:
         assert isinstance(node.iter, ast.Call) and isinstance(node.target, ast.Name)
         loop, turn = self.enter(), self.fresh("turn")
         bounds = [self.expression(a, scope.mask) for a in node.iter.args]
+        if all(self.sure(a) is not None for a in node.iter.args):
+            self.ints.add(node.target.id)
         pair = ast.Tuple([ast.Name(node.target.id, ast.Store()), ast.Name(turn, ast.Store())], ast.Store())
         body = self.turn(node, loop, turn, scope)
         steps = method("steps", load_name(scope.mask), *bounds)
@@ -266,6 +292,59 @@ class Translator:
             value = self.expression(node.value, scope.mask)
             out.insert(0, assign("_result", call("merge", load_name(scope.mask), value, load_name("_result"))))
         return out
+
+    # --- Local arrays, reached directly -----------------------------------------------------------------------------------
+
+    def note(self, node: ast.Assign, scope: Scope) -> None:
+        """Remember a name, assigned this once, that is sure to hold one int or a local array."""
+        (target, *more), value = node.targets, node.value
+        if not self.direct or more or not isinstance(target, ast.Name) or self.stores(target.id) != 1:
+            return
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "cuda.local.array":
+            self.ranks[target.id] = len(value.args[0].elts) if isinstance(value.args[0], ast.Tuple) else 1
+        elif target.id not in scope.waiting and self.sure(value) is not None:
+            self.ints.add(target.id)
+
+    def stores(self, name: str) -> int:
+        """How often the function assigns a name; a parameter counts."""
+        nodes = [n for n in ast.walk(self.program.counted) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        return sum(n.id == name for n in nodes) + (name in self.program.params)
+
+    def sure(self, node: ast.expr) -> ast.expr | None:
+        """The expression in Python's own ints, if it is sure to be one int for every lane."""
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node
+        if isinstance(node, ast.Name) and node.id in self.ints:
+            return load_name(node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, INT_OPERATORS):
+            left, right = self.sure(node.left), self.sure(node.right)
+            return None if left is None or right is None else ast.BinOp(left, node.op, right)
+        return None
+
+    def row(self, node: ast.Subscript) -> ast.expr | None:
+        """The lanes of one element of a local array, if both are sure."""
+        if not self.direct or not isinstance(node.value, ast.Name) or node.value.id not in self.ranks:
+            return None
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        index = [found for part in parts if (found := self.sure(part)) is not None]
+        if not len(index) == len(parts) == self.ranks[node.value.id]:
+            return None
+        lanes_of: ast.expr = ast.Attribute(load_name(node.value.id), "rows", ast.Load())
+        for number in index:
+            lanes_of = ast.Subscript(lanes_of, number, ast.Load())
+        return lanes_of
+
+    def rank(self, node: ast.expr) -> int:
+        """Dimensions of an argument that is sure to be a local array or a row of one; else 0."""
+        if isinstance(node, ast.Name):
+            return self.ranks.get(node.id, 0)
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and not isinstance(node.slice, ast.Tuple)
+        ):
+            return max(0, self.ranks.get(node.value.id, 0) - 1)
+        return 0
 
     # --- Expressions ----------------------------------------------------------------------------------------------------
 
@@ -365,6 +444,9 @@ class Translator:
         return self.element("load", node, mask)
 
     def element(self, how: str, node: ast.Subscript, mask: str) -> ast.expr:
+        row = self.row(node)
+        if row is not None:
+            return row if how == "peek" else ast.Call(ast.Attribute(row, "copy", ast.Load()), [], [])
         array, index = self.expression(node.value, mask), self.expression(node.slice, mask)
         return call(how, load_name("_x"), load_name(mask), array, index)
 
@@ -379,7 +461,7 @@ class Translator:
         name = node.func.id
         target = self.program.env[name]
         if isinstance(target, Program):
-            self.namespace[name] = self.callee(target)
+            self.namespace[name] = self.callee(target, *((tuple(map(self.rank, node.args)),) if self.direct else ()))
             return call(name, load_name("_x"), load_name(mask), *[self.expression(a, mask) for a in node.args])
         if isinstance(target, Instruction):
             return self.instruction(node, target, mask)
@@ -433,9 +515,12 @@ def locate(made: Any, source: ast.AST) -> Any:
     return made
 
 
-def translate(program: Program, callee: Callable[[Program], Callable], support: dict[str, Any]) -> Callable:
-    """The lock-step function of a Program; ``callee`` gives that of a device function, ``support`` the names it calls."""
-    translator = Translator(program, callee)
+def translate(
+    program: Program, callee: Callable, support: dict[str, Any], ranks: tuple[int, ...] | None = None
+) -> Callable:
+    """The lock-step function of a Program. ``callee`` gives that of a device function (and of its arguments' ranks, where
+    there are any), ``support`` the names that the code calls. ranks: see Translator."""
+    translator = Translator(program, callee, ranks)
     module = ast.Module([translator.function()], [])
     casts = {f"cast_{name}": cast for name, cast in lanes.CASTS.items()}
     namespace = {**vars(lanes), **casts, **support, "__lockstep__": program}

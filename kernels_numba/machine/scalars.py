@@ -12,8 +12,8 @@ from numba.extending import intrinsic
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 
 
-INLINE: dict[str, Any] = {**OPTIONS, "inline": "always"}
-"""For small functions: part of the caller's one compilation, not compilations of their own."""
+CALLED: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""For functions that only compiled code calls."""
 
 
 def _llvm(name: str) -> Any:
@@ -51,7 +51,7 @@ def bits_float(context, bits):
     return types.float32(types.uint32), lambda c, b, s, args: b.bitcast(args[0], ir.FloatType())
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def fmax(a, b):
     """Of +0 and -0, +0."""
     if a == b:
@@ -59,7 +59,7 @@ def fmax(a, b):
     return b if (a < b or a != a) else a
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def fmin(a, b):
     """Of +0 and -0, -0."""
     if a == b:
@@ -67,29 +67,29 @@ def fmin(a, b):
     return b if (b < a or a != a) else a
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def round_int(x):
     return int32(_rint(x))
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def _bf16(x):
     bits = float_bits(x)
     rounded = uint32((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16))
     return rounded if x == x else uint32(0x7FFF)
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def pack_bf16(low, high):
     return uint32(_bf16(low) | (_bf16(high) << uint32(16)))
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def bf16_low(word):
     return bits_float(uint32(word << uint32(16)))
 
 
-@njit(**OPTIONS)
+@njit(**CALLED)
 def bf16_high(word):
     return bits_float(uint32(word & uint32(0xFFFF0000)))
 
