@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from refengine.device import Device, open_device
 from refengine.errors import UserError
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import ModelSpec, load_model
+from refengine.serve.side_by_side import cores
+from refengine.serve.side_by_side import run_all as side_by_side
 from refengine.verify.compare import Arm, run_arm, verdict
 
 MOST_PROMPT_ROWS = 4096
@@ -163,16 +166,16 @@ def build_all(spec: ModelSpec, request: Request, context: int, device: Device) -
     sizes = Sizes(context, request.parallel, request.page_size, spare_pages=SPARE_PAGES, shuffle=request.seed)
     shape, kinds = cache_shape(spec), [backend_class(name) for name in request.backends]
     for kind in kinds:
-        check_memory(kind.name, kind.arena_bytes(shape, sizes) / 2**30, request, context)
+        check_memory(kind.name, kind.arena_bytes(shape, sizes) / 2**30, request, context, device)
     try:
         return [kind(shape, sizes, device.xp) for kind in kinds]
     except MemoryError as full:
         raise UserError(f"the caches do not fit into the memory of {device.title}; {FEWER}") from full
 
 
-def check_memory(name: str, gib: float, request: Request, context: int) -> None:
-    """Refuse a backend of more than --memory-gib, or than the machine has."""
-    limit, flag = machine_gib(), "this machine's memory"
+def check_memory(name: str, gib: float, request: Request, context: int, device: Device) -> None:
+    """Refuse a backend of more than --memory-gib, or than this machine has; a GPU refuses by itself."""
+    limit, flag = (machine_gib() if device.name == "cpu" else inf), "this machine's memory"
     if request.memory_gib is not None and request.memory_gib < limit:
         limit, flag = request.memory_gib, "--memory-gib"
     if gib > limit:
@@ -189,14 +192,12 @@ def machine_gib() -> float:
 def run_all(
     built: Sequence[Backend], model: Qwen35, device: Device, prompts: list[list[int]], request: Request
 ) -> list[Arm]:
-    """Every backend's run, with a progress bar."""
+    """Every backend's run, with a progress bar; on the CPU machine side by side, as many as there are cores."""
     passes = len(prompts) * -(-len(prompts[0]) // request.prompt_rows) + request.tokens - 1
-    arms = []
+    jobs = [partial(run_arm, b, model, device, prompts, request.prompt_rows, request.tokens) for b in built]
     with progress_bar() as bar:
-        for backend in built:
-            done = partial(bar.advance, bar.add_task(backend.name, total=passes))
-            arms.append(run_arm(backend, model, device, prompts, request.prompt_rows, request.tokens, done))
-    return arms
+        tasks = [bar.add_task(backend.name, total=passes) for backend in built]
+        return side_by_side(jobs, lambda n: bar.advance(tasks[n]), cores() if device.name == "cpu" else 1)
 
 
 # --- The report -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ PIPE_WIDTH = 160
 
 
 def show(table: Table) -> None:
-    """Print a table as wide as the terminal is, or as PIPE_WIDTH."""
+    """Print a table as wide as the terminal is, or as PIPE_WIDTH; what is too long goes on in the next line."""
+    for column in table.columns:
+        column.overflow = "fold"
     Console(width=None if Console().is_terminal else PIPE_WIDTH).print(table)
 
 
