@@ -1,0 +1,116 @@
+"""The pages are true: generated parts are current, links lead somewhere, commands parse, the example backend is equal."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from kernels_numba.machine import __all__ as machine_names
+from refengine.cli import app
+from refengine.device import open_device
+from refengine.lab.dialect_table import cuda_names
+from refengine.lab.docs import DocsError, pages, renewed, source
+from refengine.verify.attention_bits import Bench, Heads, equal_backends
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "docs" / "examples" / "paged_p64"
+PAGES = [pytest.param(page, id=page.name) for page in pages()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_generated_parts_are_current(page):
+    text = page.read_text(encoding="utf-8")
+    assert renewed(text) == text, "run: .venv/bin/python -m refengine.lab.docs"
+
+
+def test_the_demo_shows_the_recorded_bits():
+    hashes = json.loads((ROOT / "tests/data/bits_cpu.json").read_text())["hashes"]
+    line = re.search(r"^EQUAL 3 backends, .*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert line and line[0].endswith(f"logits {hashes['compare logits']}, tokens {hashes['compare tokens']}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_parse(page):
+    group = typer.main.get_command(app)
+    for line in re.findall(r"^ +\.venv/bin/refengine (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        name, *arguments = shlex.split(line)
+        command = group.commands[name]
+        command.make_context(name, [a for a in arguments if a != "--help"])
+
+
+def test_the_dialect_page_names_all_that_kernels_may_use():
+    text = (ROOT / "docs" / "dialect.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text))
+    wanted = {name.rpartition(".")[0] or name for name in cuda_names() if not name.endswith(".array")}
+    for_hosts = {"BoundKernel", "Device", "Kernel", "KernelError", "checked"}
+    types = {"boolean", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+    assert (wanted | set(machine_names)) - for_hosts - types - words == set()
+
+
+# --- The generator ------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_part_is_made_anew():
+    page = "<!-- source backends/layout.py locate_window -->\nold\n<!-- /source -->"
+    assert "def locate_window(" in renewed(page) and "old" not in renewed(page)
+
+
+def test_text_outside_markers_stays():
+    assert renewed("a <!-- demo --> b\n") == "a <!-- demo --> b\n"
+
+
+def test_decorators_belong_to_a_source():
+    assert source("backends/layout.py", "locate_window").startswith("```python\n@device\ndef locate_window(")
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("<!-- nope -->\n<!-- /nope -->", "nope"),
+        ("<!-- source backends/layout.py nope -->\n<!-- /source -->", "nope"),
+        ("<!-- run docs/examples/nope.py -->\n<!-- /run -->", "nope.py"),
+    ],
+)
+def test_a_part_that_cannot_be_made_is_named(part, named):
+    with pytest.raises(DocsError, match=named):
+        renewed(part)
+
+
+# --- The example backend ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The example backend as pip would install it."""
+    setup = configparser.ConfigParser()
+    setup.read(EXAMPLE / "setup.cfg")
+    entry_points = setup["options.entry_points"]["refengine.backends"].strip()
+    info = tmp_path / "paged_p64-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paged-p64\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[refengine.backends]\n{entry_points}\n")
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("paged_p64", None)
+
+
+@pytest.mark.parametrize(("phase", "rows", "committed"), [("prompt", 17, 60), ("decode", 3, 127)])
+def test_the_example_backend_equals_the_window(installed, phase, rows, committed):
+    bench = Bench(Heads(8, 2), 160, open_device("cpu"))
+    ((_, equal, _),) = equal_backends(bench, phase, rows, committed, (("paged-p64", 64),))
+    assert equal
