@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -483,3 +484,10 @@ def test_what_transformers_saves_opens_here_with_the_same_bits(pristine, tmp_pat
     ours, theirs = open_checkpoint(pristine, SPEC), open_checkpoint(tmp_path / "saved", SPEC)
     for tensor in SPEC.tensors():
         assert ours.tensor(tensor.name).tobytes() == theirs.tensor(tensor.name).tobytes()
+
+
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_refused_before_a_byte_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match="GiB are free; name a larger disk"):
+        make_checkpoint(load_model("qwen3.5-tiny"), tmp_path / "here")
+    assert list(tmp_path.iterdir()) == []

@@ -251,3 +251,26 @@ def test_an_empty_grid_launches_nothing():
     out = np.full(32, np.nan, np.float32)
     exchange[0, 32](out)
     assert np.isnan(out).all()
+
+
+@lanewise
+def trace_of(tile, i):
+    """tile: float32 [4, 4] in shared memory."""
+    return tile[i, i] + tile[i, 3 - i]
+
+
+@kernel
+def square_tile(out):
+    """A two-dimensional shared array read by a compiled function; out: float32 [32]."""
+    tile = cuda.shared.array((4, 4), float32)
+    t = int64(cuda.threadIdx.x)
+    if t < 16:
+        tile[t // 4, t % 4] = float32(t)
+    cuda.syncthreads()
+    out[t] = trace_of(tile, t % 4)
+
+
+def test_a_shared_array_keeps_its_shape_in_a_lanewise_function():
+    out, square = np.zeros(32, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4)
+    square_tile[2, 32](out)
+    assert out.tolist() == [square[i, i] + square[i, 3 - i] for i in range(4)] * 8

@@ -24,7 +24,7 @@ from .dialect import (
     shfl_xor,
     sqrt,
 )
-from .errors import KernelError
+from .errors import KernelError, SetupError
 from .kernel import BoundKernel, Device, Kernel, device, kernel, lanewise
 from .modes import checked
 
@@ -33,6 +33,7 @@ __all__ = [
     "Device",
     "Kernel",
     "KernelError",
+    "SetupError",
     "bf16_high",
     "bf16_low",
     "bits_float",

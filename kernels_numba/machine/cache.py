@@ -6,12 +6,25 @@ import os
 import tempfile
 from pathlib import Path
 
+from .errors import SetupError
+
+
+def cache_root() -> Path:
+    """$REFENGINE_CACHE, or ~/.cache/refengine."""
+    return Path(os.environ.get("REFENGINE_CACHE") or Path.home() / ".cache" / "refengine")
+
 
 def cache_folder(part: str) -> Path:
-    """A folder of the cache ($REFENGINE_CACHE, else ~/.cache/refengine), made if need be."""
-    root = Path(os.environ.get("REFENGINE_CACHE") or Path.home() / ".cache" / "refengine")
-    folder = root / part
-    folder.mkdir(parents=True, exist_ok=True)
+    """A folder of the cache, made if need be. Raises SetupError when it cannot be written."""
+    folder = cache_root() / part
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise SetupError(
+            f"{folder}: cannot be made: {problem.strerror}; name another with $REFENGINE_CACHE"
+        ) from problem
+    if not os.access(folder, os.W_OK):
+        raise SetupError(f"{folder}: cannot be written; name another with $REFENGINE_CACHE")
     return folder
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from .cache import cache_folder, write_once
 from .dialect import Instruction
-from .errors import KernelError
+from .errors import KernelError, SetupError
 from .frontend import Program
 
 Capability = tuple[int, int]
@@ -125,7 +125,7 @@ def _nvvm(program: Program, types: tuple[Any, ...], capability: Capability) -> s
     try:
         from numba.cuda.compiler import compile_cuda, kernel_fixup  # type: ignore[attr-defined]
     except ImportError as missing:
-        raise KernelError(
+        raise SetupError(
             f"{program.name}: compiling for a GPU needs numba-cuda (pip install 'numba-cuda[cu13]')"
         ) from missing
     try:
@@ -167,7 +167,7 @@ def first_line(reason: Exception) -> str:
 
 
 def find_tool(name: str, package: str) -> str:
-    """A CUDA tool: from its Python package, else $CUDA_HOME, else the PATH. Raises KernelError naming the package."""
+    """A CUDA tool: from its Python package, else $CUDA_HOME, else the PATH. Raises SetupError naming the package."""
     found = importlib.util.find_spec("nvidia")
     places = [Path(p) for p in (found.submodule_search_locations or [])] if found else []
     candidates = [c for place in places for c in place.glob(f"*/bin/{name}")]
@@ -178,7 +178,7 @@ def find_tool(name: str, package: str) -> str:
             return str(candidate)
     if on_path := shutil.which(name):
         return on_path
-    raise KernelError(f"{name} was not found: pip install {package}")
+    raise SetupError(f"{name} was not found: pip install {package}")
 
 
 def architecture(capability: Capability) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .compiler import Capability, compile_cubin, compile_ptx, signature
-from .errors import KernelError
+from .errors import KernelError, SetupError
 from .frontend import Program
 
 OLDEST: Capability = (8, 0)
@@ -37,11 +37,11 @@ _loaded: dict[tuple, Loaded] = {}
 
 
 def capability(device: Any) -> Capability:
-    """The architecture of a cupy device. Raises KernelError for one that lacks the dialect's instructions."""
+    """The architecture of a cupy device. Raises SetupError for one that lacks the dialect's instructions."""
     number = device.compute_capability
     found = int(number[:-1]), int(number[-1])
     if found < OLDEST:
-        raise KernelError(f"this GPU is sm_{number}: the kernels need sm_80 or newer; use --device cpu")
+        raise SetupError(f"this GPU is sm_{number}: the kernels need sm_80 or newer; use --device cpu")
     return found
 
 

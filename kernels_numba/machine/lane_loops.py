@@ -126,7 +126,7 @@ def raw(value: Any) -> Any:
     if isinstance(value, GlobalArray):
         return value.flat.reshape(tuple(map(int, value.shape)))
     if isinstance(value, SharedArray):
-        return value.rows
+        return value.rows.reshape(len(value.rows), *map(int, value.shape))
     return value.data if isinstance(value, LocalArray) else value
 
 

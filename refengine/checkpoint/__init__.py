@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout: opened and checked, read into weights, and made from a seed."""
 
 from refengine.checkpoint.config import spec_of_folder
-from refengine.checkpoint.make import cache_folder, cached_checkpoint, make_checkpoint
+from refengine.checkpoint.make import cached_checkpoint, make_checkpoint
 from refengine.checkpoint.reader import Checkpoint, open_checkpoint
 from refengine.checkpoint.weights import (
     AttentionWeights,
@@ -19,7 +19,6 @@ __all__ = [
     "LayerWeights",
     "MlpWeights",
     "ModelWeights",
-    "cache_folder",
     "cached_checkpoint",
     "load_weights",
     "make_checkpoint",

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
+from kernels_numba.machine.cache import cache_root
 from refengine.checkpoint.config import CONFIG, config_of
 from refengine.checkpoint.files import INDEX, SINGLE
 from refengine.checkpoint.progress import progress
@@ -20,6 +20,7 @@ from refengine.errors import UserError
 from refengine.registry import ModelSpec, Tensor, check_spec
 
 SHARD_BYTES = 2 << 30
+ITEM_BYTES = {"BF16": 2, "F32": 4}
 
 
 def make_checkpoint(spec: ModelSpec, folder: str | Path, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -45,7 +46,7 @@ def cached_checkpoint(spec: ModelSpec, seed: int = 0) -> Path:
 
     It lies under $REFENGINE_CACHE, or ~/.cache/refengine. Raises UserError if it cannot be written.
     """
-    folder = cache_folder() / "checkpoints" / f"{spec.name}-{_key(spec, seed)}"
+    folder = cache_root() / "checkpoints" / f"{spec.name}-{_key(spec, seed)}"
     if folder.exists():
         return folder
     try:
@@ -56,11 +57,6 @@ def cached_checkpoint(spec: ModelSpec, seed: int = 0) -> Path:
         raise
 
 
-def cache_folder() -> Path:
-    """$REFENGINE_CACHE, or ~/.cache/refengine."""
-    return Path(os.environ.get("REFENGINE_CACHE") or Path.home() / ".cache" / "refengine")
-
-
 def _key(spec: ModelSpec, seed: int) -> str:
     content = json.dumps([VERSION, seed, asdict(spec)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -68,6 +64,7 @@ def _key(spec: ModelSpec, seed: int) -> str:
 
 def _write_whole(spec: ModelSpec, folder: Path, seed: int, shard_bytes: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(spec, folder.parent)
     unfinished = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     unfinished.mkdir()
     try:
@@ -75,6 +72,17 @@ def _write_whole(spec: ModelSpec, folder: Path, seed: int, shard_bytes: int) -> 
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_room(spec: ModelSpec, folder: Path) -> None:
+    """Refuse before the first byte what the disk has no room for."""
+    needed = sum(tensor.size * ITEM_BYTES[tensor.dtype] for tensor in spec.tensors())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{folder}: {spec.name} takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; "
+            "name a larger disk with $REFENGINE_CACHE"
+        )
 
 
 def _write(spec: ModelSpec, folder: Path, seed: int, shard_bytes: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Table
 
 from backends.base import Backend, Sizes, backend_class, backend_names
-from kernels_numba.machine import KernelError
+from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import cached_checkpoint, load_weights, open_checkpoint, spec_of_folder
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
@@ -65,6 +65,8 @@ def run(request: Request, json: Path | None) -> int:
     prompts = rotated(prompt, request.parallel)
     try:
         arms = run_all(built, Qwen35(spec, weights, device, context), device, prompts, request)
+    except SetupError:
+        raise
     except KernelError as stopped:
         print(f"UNCHECKED a kernel was stopped: {stopped}")
         return 1
