@@ -24,7 +24,8 @@ from refengine.commands.report import write_report
 from refengine.device import open_device
 from refengine.verify.attention_bits import Bench, Heads, equal_backends
 
-ROOT = Path(__file__).parent.parent
+SCRIPT = Path(__file__).resolve()
+ROOT = SCRIPT.parent.parent
 HEADS = (Heads(24, 4), Heads(16, 4), Heads(16, 2))
 ROWS = (1, 15, 16, 17, 63, 64, 65, 129, 257)
 COMMITTED = (0, 48, 255, 256, 257, 511, 512, 513)
@@ -47,7 +48,7 @@ DEMO = Request(
     "qwen3.5-tiny",
     ("window", "paged", "paged-p256"),
     48,
-    f"@{ROOT / 'docs/prompt.txt'}",
+    "@docs/prompt.txt",
     None,
     32,
     1,
@@ -93,7 +94,7 @@ def demo(device: str) -> dict[str, Any]:
 
 def apart(part: str, arguments: argparse.Namespace) -> subprocess.Popen:
     """A part in its own process: compiling is most of the time."""
-    command = [sys.executable, __file__, "--part", part, "--device", arguments.device]
+    command = [sys.executable, str(SCRIPT), "--part", part, "--device", arguments.device]
     return subprocess.Popen(command + (["--full"] if arguments.full else []), stdout=subprocess.PIPE, text=True)
 
 
