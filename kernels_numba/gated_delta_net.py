@@ -143,7 +143,7 @@ def key_heads(qkv: Any, decay: Any) -> int:
 
 @kernel
 def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV):
-    """A warp takes one row's head of 128 channels, a lane four channels. Spec attention §5, research §6.1.
+    """A warp takes one row's head of 128 channels, a lane four channels. Spec attention §5.1.
 
     qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows: int32 [W];
     streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (W, heads / 4), 128 threads.
@@ -218,7 +218,7 @@ def commit_conv_kernel(conv_states, mixed, streams, slots):
 
 @kernel
 def gates_kernel(decay, beta, mixed, a_log, dt_bias, *, HK, HV):
-    """A thread takes one row's value head. Research §6.1.
+    """A thread takes one row's value head. Spec attention §5.1.
 
     decay, beta: float32 [W, HV]; mixed: bf16 [W, columns]; a_log, dt_bias: float32 [HV].
     Launch: grid W·HV / 128, 128 threads.
@@ -249,7 +249,7 @@ def element(matrix, row, column):
 
 @kernel
 def step_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV, COMMIT):
-    """A warp takes two value rows of a head, lane l the key indices 4l .. 4l + 3 of both. Research §6.2.
+    """A warp takes two value rows of a head, lane l the key indices 4l .. 4l + 3 of both. Spec attention §5.2.
 
     y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
     streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (S, HV, 16), 128 threads.
@@ -329,7 +329,7 @@ def add_outer4(s, low, high, delta):
 
 @kernel
 def chain_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV):
-    """A block takes a head, two threads a value row: thread ``half`` the keys 8j + 4·half + 0 .. 3. Research §6.3.
+    """A block takes a head, two threads a value row: thread ``half`` the keys 8j + 4·half + 0 .. 3. Spec attention §5.3.
 
     y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
     streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (S, HV), 256 threads.
@@ -401,7 +401,7 @@ def chain_update(s, qkv, row, query_word, key_word, delta):
 
 @kernel
 def gated_norm_kernel(out, y, mixed, gain, eps, *, HK, HV, GATE):
-    """A warp takes one row's value head, a lane four elements. Research §6.4.
+    """A warp takes one row's value head, a lane four elements. Spec attention §5.4.
 
     out, y: bf16 [W, HV·128]; mixed: bf16 [W, columns]; gain: float32 [128]; eps: float32.
     Launch: grid (W, HV / 4), 128 threads.

@@ -21,7 +21,7 @@ from refengine.verify.attention_bits import Bench, Heads, equal_backends
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "docs" / "examples" / "paged_p64"
-PAGES = [pytest.param(page, id=page.name) for page in pages()]
+PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -56,9 +56,57 @@ def test_the_dialect_page_names_all_that_kernels_may_use():
     text = (ROOT / "docs" / "dialect.md").read_text(encoding="utf-8")
     words = set(re.findall(r"\w+", text))
     wanted = {name.rpartition(".")[0] or name for name in cuda_names() if not name.endswith(".array")}
-    for_hosts = {"BoundKernel", "Device", "Kernel", "KernelError", "checked"}
+    for_hosts = {"BoundKernel", "Device", "Kernel", "KernelError", "SetupError", "checked"}
     types = {"boolean", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
     assert (wanted | set(machine_names)) - for_hosts - types - words == set()
+
+
+# --- Citations of docs/spec ---------------------------------------------------------------------------------------------
+
+SPEC = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "spec").glob("*.md")}
+SECTION = r"§(\d+(?:\.\d+)*)"
+NEXT = re.compile(rf"(?:, | and )(?:({'|'.join(SPEC)}) )?{SECTION}")
+CITING = ("kernels_numba", "backends", "refengine", "tests", "benchmarks", "docs", "tutorials")
+
+
+def cited(text: str) -> set[tuple[str, str]]:
+    """(page, section) of every ``Spec numerics §4 and §5, attention §5``, which may go on in the next line."""
+    text = re.sub(r"\s+(?:# )?", " ", text)
+    found = set()
+    for first in re.finditer(rf"\b[Ss]pec ([a-z]+) {SECTION}", text):
+        item, page = first, first[1]
+        while item:
+            page = item[1] or page
+            found.add((page, item[2]))
+            item = NEXT.match(text, item.end())
+    return found
+
+
+def unresolved(text: str) -> list[tuple[str, str]]:
+    """The citations that name no heading of a page in docs/spec."""
+    headings = {(n, s) for n, page in SPEC.items() for s in re.findall(r"^#+ (\d[\d.]*?)\.? ", page, re.MULTILINE)}
+    return sorted(cited(text) - headings)
+
+
+def test_citations_lead_to_sections():
+    sources = [path for top in CITING for path in (ROOT / top).rglob("*.py")]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sources}
+    assert sum(len(cited(text)) for text in texts.values()) > 20
+    assert {name: missing for name, text in texts.items() if (missing := unresolved(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        (f"Spec numerics §1 and §{99}.", [("numerics", "99")]),
+        (f"Spec numerics §4, attention §{99}", [("attention", "99")]),
+        (f"    # Spec\n    # attention §{99}", [("attention", "99")]),
+        (f"spec {'nope'} §1", [("nope", "1")]),
+        ("Spec numerics §2. Spec attention §5", []),
+    ],
+)
+def test_a_citation_that_leads_nowhere_is_found(text, missing):
+    assert unresolved(text) == missing
 
 
 # --- The generator ------------------------------------------------------------------------------------------------------

@@ -200,7 +200,16 @@ def sliced(out):
     out[0] = out[1:2][0]
 
 
+@kernel
+def read_behind(out):
+    """Lanes leave the loop at different turns, so its variable has no one value behind it."""
+    for i in range(cuda.threadIdx.x):
+        out[i] = float32(1)
+    out[i] = float32(2)
+
+
 REFUSALS = [
+    (read_behind, "i is read behind its loop"),
     (float_by_int, "gives float64: convert"),
     (bare_literal, "write float32"),
     (past_the_end, "block (0, 0, 0), thread 28"),

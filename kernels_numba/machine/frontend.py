@@ -11,20 +11,17 @@ import ast
 import builtins
 import copy
 import inspect
-import linecache
-import operator
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from numba.core import types as numba_types
 
+from .compile_time import FOLDED, UNKNOWN, CompileTime
 from .dialect import Const, Instruction, Special, count, cuda
 from .errors import KernelError
+from .program import Program, compile_time_names, parse, refuse
 
-FOLDED = (int, float, bool, str, type(None))
 KEPT_BUILTINS = {"range": range, "min": min, "max": max, "abs": abs}
 STATEMENTS = (
     ast.Assign,
@@ -38,78 +35,6 @@ STATEMENTS = (
     ast.Pass,
     ast.Expr,
 )
-OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-    ast.Not: operator.not_,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.In: lambda a, b: a in b,
-}
-UNKNOWN = object()
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """A kernel or device function with its compile-time arguments bound: what a machine translates.
-
-    tree: the function, original line numbers. env: every free name of the tree. lanewise: see ``machine.lanewise``.
-    counted: the tree with its ``count`` statements, which only the checked CPU machine runs.
-    """
-
-    name: str
-    kind: str
-    lanewise: bool
-    tree: ast.FunctionDef
-    counted: ast.FunctionDef
-    env: dict[str, Any]
-    filename: str
-    params: tuple[str, ...] = field(default=())
-
-    @property
-    def devices(self) -> list[Program]:
-        """The device functions it calls, in order of appearance."""
-        return [v for v in self.env.values() if isinstance(v, Program)]
-
-
-def refuse(filename: str, node: ast.AST, kernel: str, message: str) -> KernelError:
-    """A KernelError that names the kernel, the file and line, and shows the line."""
-    line = getattr(node, "lineno", 0)
-    shown = linecache.getline(filename, line).strip()
-    return KernelError(f"{kernel}: {filename}:{line}: {message}" + (f"  [{shown}]" if shown else ""))
-
-
-def parse(fn: Callable[..., Any]) -> tuple[ast.FunctionDef, str]:
-    """The function's syntax tree with the file's own line numbers, and the file's name."""
-    lines, first = inspect.getsourcelines(fn)
-    tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    ast.increment_lineno(tree, first - 1)
-    return tree, fn.__code__.co_filename
-
-
-def compile_time_names(fn: Callable[..., Any]) -> list[str]:
-    """The keyword-only parameters: what ``.at`` binds."""
-    return [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def specialise(fn: Callable[..., Any], kind: str, lanewise: bool, bound: dict[str, Any]) -> Program:
@@ -145,7 +70,7 @@ class Uncounted(ast.NodeTransformer):
         return ast.copy_location(ast.Pass(), node) if counted else node
 
 
-class Binder(ast.NodeTransformer):
+class Binder(CompileTime, ast.NodeTransformer):
     """Replace what is known, fold, prune, and refuse what is not in the dialect."""
 
     def __init__(self, name: str, filename: str, tree: ast.FunctionDef, known: dict[str, Any], bound: set[str]):
@@ -167,80 +92,6 @@ class Binder(ast.NodeTransformer):
         self.tree.decorator_list, self.tree.returns = [], None
         self.tree.body = self.block(self.tree.body) or [ast.copy_location(ast.Pass(), self.tree)]
         ast.fix_missing_locations(self.tree)
-
-    # --- What a node means before the kernel runs ---------------------------------------------------------------------
-
-    def value(self, node: ast.AST) -> Any:
-        """The compile-time value of an expression, or UNKNOWN."""
-        method = getattr(self, f"value_{type(node).__name__}", None)
-        return method(node) if method else UNKNOWN
-
-    def value_Constant(self, node: ast.Constant) -> Any:
-        return node.value
-
-    def value_Name(self, node: ast.Name) -> Any:
-        return UNKNOWN if node.id in self.local else self.known.get(node.id, UNKNOWN)
-
-    def value_Attribute(self, node: ast.Attribute) -> Any:
-        base = self.value(node.value)
-        return UNKNOWN if base is UNKNOWN else getattr(base, node.attr, UNKNOWN)
-
-    def value_Tuple(self, node: ast.Tuple) -> Any:
-        items = [self.value(e) for e in node.elts]
-        return UNKNOWN if any(i is UNKNOWN for i in items) else tuple(items)
-
-    def value_Subscript(self, node: ast.Subscript) -> Any:
-        base, index = self.value(node.value), self.value(node.slice)
-        return base[index] if isinstance(base, tuple) and isinstance(index, int) else UNKNOWN
-
-    def value_UnaryOp(self, node: ast.UnaryOp) -> Any:
-        return self.folded(node, type(node.op), node.operand)
-
-    def value_BinOp(self, node: ast.BinOp) -> Any:
-        return self.folded(node, type(node.op), node.left, node.right)
-
-    def value_Compare(self, node: ast.Compare) -> Any:
-        left, verdict = node.left, True
-        for op, right in zip(node.ops, node.comparators):
-            one = self.folded(node, type(op), left, right)
-            if one is UNKNOWN:
-                return UNKNOWN
-            verdict, left = verdict and one, right
-        return verdict
-
-    def value_BoolOp(self, node: ast.BoolOp) -> Any:
-        """A constant operand may decide alone: what the other operands are then does not matter."""
-        decides = isinstance(node.op, ast.Or)
-        values = [self.value(v) for v in node.values]
-        if any(v is not UNKNOWN and bool(v) is decides for v in values):
-            return decides
-        return UNKNOWN if UNKNOWN in values else not decides
-
-    def value_IfExp(self, node: ast.IfExp) -> Any:
-        test = self.value(node.test)
-        return UNKNOWN if test is UNKNOWN else self.value(node.body if test else node.orelse)
-
-    def value_Call(self, node: ast.Call) -> Any:
-        """A host function, called with compile-time arguments only, runs now."""
-        fn = self.value(node.func)
-        host = isinstance(fn, FunctionType) or fn in (min, max, abs, len, int)
-        if fn is UNKNOWN or not host or fn is count:
-            return UNKNOWN
-        args = [self.value(a) for a in node.args]
-        kwargs = {k.arg: self.value(k.value) for k in node.keywords if k.arg is not None}
-        return UNKNOWN if UNKNOWN in [*args, *kwargs.values()] else fn(*args, **kwargs)
-
-    def folded(self, node: ast.AST, op: type, *operands: ast.AST) -> Any:
-        values = [self.value(o) for o in operands]
-        if any(isinstance(v, (Special, Instruction, SimpleNamespace)) or hasattr(v, "program") for v in values):
-            return UNKNOWN
-        plain = op in (ast.Is, ast.IsNot, ast.In, ast.Eq, ast.NotEq) or all(isinstance(v, FOLDED) for v in values)
-        if UNKNOWN in values or not plain or op not in OPERATORS:
-            return UNKNOWN
-        try:
-            return OPERATORS[op](*values)
-        except (ArithmeticError, TypeError) as reason:
-            raise self.error(node, f"compile-time arithmetic failed: {reason}") from None
 
     # --- Statements -----------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class DocsError(Exception):
 
 def pages() -> list[Path]:
     """The Markdown pages that may have generated parts."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 # --- The kinds of parts -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The main job: one prompt and its decode through several backends, and where they differ, if they do. Spec cli `compare`."""
+"""The main job: one prompt and its decode through several backends, and where they differ, if they do. Spec serving §5."""
 
 from __future__ import annotations
 

@@ -1,0 +1,256 @@
+"""A kernel's expressions in lock step: each operator a call that works on whole lane arrays (machine/lanes.py).
+
+Elements of local arrays are reached without a call where it is sure that the name holds a local array and the index is the
+same for every lane: a statement's cost is its calls, and mma has ten operands.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import lanes
+from .dialect import Instruction
+from .frontend import Program, refuse
+from .syntax import call, load_name, locate, method
+
+BINARY = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mult", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
+    ast.LShift: "lshift", ast.RShift: "rshift", ast.BitAnd: "bitand", ast.BitOr: "bitor", ast.BitXor: "bitxor",
+    ast.Eq: "eq", ast.NotEq: "noteq", ast.Lt: "lt", ast.LtE: "lte", ast.Gt: "gt", ast.GtE: "gte",
+}  # fmt: skip
+UNARY = {ast.USub: "usub", ast.UAdd: "uadd", ast.Invert: "invert", ast.Not: "logical_not"}
+INTEGER_CALLS = {"min": "int_min", "max": "int_max", "abs": "int_abs"}
+INT_OPERATORS = tuple(op for op in BINARY if op is not ast.Div and issubclass(op, ast.operator))
+
+
+class Expressions:
+    """Translates the expressions of one Program; ``namespace`` collects the constants the code refers to.
+
+    ranks: of each parameter that is a local array its dimensions, of others 0. Then elements of local arrays whose index is
+    sure to be the same for every lane are reached without a call: ``ints`` are the names that are sure to hold one int, in
+    ``ranks`` stand the names that are sure to hold a local array. None: every access is a call, for checked mode.
+    """
+
+    def __init__(self, program: Program, callee: Callable, ranks: tuple[int, ...] | None):
+        self.program, self.callee = program, callee
+        self.direct = ranks is not None
+        self.ranks = {p: rank for p, rank in zip(program.params, ranks or ()) if rank}
+        self.ints: set[str] = set()
+        self.namespace: dict[str, Any] = {}
+        self.names = 0
+
+    def fresh(self, stem: str) -> str:
+        self.names += 1
+        return f"_{stem}{self.names}"
+
+    def constant(self, value: Any) -> ast.expr:
+        """A name for a typed constant."""
+        name = f"_k{type(value).__name__}_{value}".replace("-", "m").replace(".", "_").replace("+", "p")
+        self.namespace[name] = value
+        return load_name(name)
+
+    def error(self, node: ast.AST, message: str) -> Exception:
+        return refuse(self.program.filename, node, self.program.name, message)
+
+    # --- Local arrays, reached directly -----------------------------------------------------------------------------------
+
+    def note(self, node: ast.Assign, waiting: frozenset[str]) -> None:
+        """Remember a name, assigned this once, that is sure to hold one int or a local array. waiting: names that lanes
+        outside may read, so that the assignment is a merge."""
+        (target, *more), value = node.targets, node.value
+        if not self.direct or more or not isinstance(target, ast.Name) or self.stores(target.id) != 1:
+            return
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "cuda.local.array":
+            self.ranks[target.id] = len(value.args[0].elts) if isinstance(value.args[0], ast.Tuple) else 1
+        elif target.id not in waiting and self.sure(value) is not None:
+            self.ints.add(target.id)
+
+    def stores(self, name: str) -> int:
+        """How often the function assigns a name; a parameter counts."""
+        nodes = [n for n in ast.walk(self.program.counted) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        return sum(n.id == name for n in nodes) + (name in self.program.params)
+
+    def sure(self, node: ast.expr) -> ast.expr | None:
+        """The expression in Python's own ints, if it is sure to be one int for every lane."""
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node
+        if isinstance(node, ast.Name) and node.id in self.ints:
+            return load_name(node.id)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, INT_OPERATORS):
+            left, right = self.sure(node.left), self.sure(node.right)
+            return None if left is None or right is None else ast.BinOp(left, node.op, right)
+        return None
+
+    def row(self, node: ast.Subscript) -> ast.expr | None:
+        """The lanes of one element of a local array, if both are sure."""
+        if not self.direct or not isinstance(node.value, ast.Name) or node.value.id not in self.ranks:
+            return None
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        index = [found for part in parts if (found := self.sure(part)) is not None]
+        if not len(index) == len(parts) == self.ranks[node.value.id]:
+            return None
+        lanes_of: ast.expr = ast.Attribute(load_name(node.value.id), "rows", ast.Load())
+        for number in index:
+            lanes_of = ast.Subscript(lanes_of, number, ast.Load())
+        return lanes_of
+
+    def rank(self, node: ast.expr) -> int:
+        """Dimensions of an argument that is sure to be a local array or a row of one; else 0."""
+        if isinstance(node, ast.Name):
+            return self.ranks.get(node.id, 0)
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and not isinstance(node.slice, ast.Tuple)
+        ):
+            return max(0, self.ranks.get(node.value.id, 0) - 1)
+        return 0
+
+    # --- Expressions ----------------------------------------------------------------------------------------------------
+
+    def expression(self, node: ast.expr, mask: str) -> ast.expr:
+        made = getattr(self, f"value_{type(node).__name__}")(node, mask)
+        return locate(made, node)
+
+    def value_Constant(self, node: ast.Constant, mask: str) -> ast.expr:
+        value = node.value
+        if isinstance(value, bool):
+            return self.constant(np.bool_(value))
+        if isinstance(value, int):
+            return self.constant(np.uint64(value) if value >= 2**63 else lanes.Int(value))
+        if isinstance(value, str):
+            return ast.Constant(value)
+        raise self.error(node, f"{value!r}: write float32({value!r}), a bare float is float64")
+
+    def value_Name(self, node: ast.Name, mask: str) -> ast.expr:
+        return load_name(node.id)
+
+    def value_Tuple(self, node: ast.Tuple, mask: str) -> ast.expr:
+        return ast.Tuple([self.expression(e, mask) for e in node.elts], ast.Load())
+
+    def value_BinOp(self, node: ast.BinOp, mask: str) -> ast.expr:
+        if type(node.op) not in BINARY:
+            raise self.error(node, f"operator {type(node.op).__name__} is not in the kernel dialect")
+        return call(BINARY[type(node.op)], self.operand(node.left, mask), self.operand(node.right, mask))
+
+    def operand(self, node: ast.expr, mask: str) -> ast.expr:
+        """An operand that is used up at once: an element of a local array need not be copied."""
+        if isinstance(node, ast.Subscript) and not self.is_shape(node):
+            return locate(self.element("peek", node, mask), node)
+        return self.expression(node, mask)
+
+    def value_UnaryOp(self, node: ast.UnaryOp, mask: str) -> ast.expr:
+        return call(UNARY[type(node.op)], self.expression(node.operand, mask))
+
+    def value_Compare(self, node: ast.Compare, mask: str) -> ast.expr:
+        left = self.expression(node.left, mask)
+        tests: list[ast.expr] = []
+        for op, right in zip(node.ops, node.comparators):
+            value = self.expression(right, mask)
+            if len(node.ops) > 1:
+                kept = self.fresh("c")
+                tests.append(call(BINARY[type(op)], left, ast.NamedExpr(ast.Name(kept, ast.Store()), value)))
+                left = load_name(kept)
+            else:
+                tests.append(call(BINARY[type(op)], left, value))
+        out = tests[0]
+        for test in tests[1:]:
+            out = call("logical_and", out, test)
+        return out
+
+    def value_BoolOp(self, node: ast.BoolOp, mask: str) -> ast.expr:
+        """Python's short circuit: a later operand is evaluated for the lanes that still need it."""
+        out = self.expression(node.values[0], mask)
+        for later in node.values[1:]:
+            first, lanes_left = self.fresh("b"), self.fresh("m")
+            kept = ast.NamedExpr(ast.Name(first, ast.Store()), out)
+            need: ast.expr = load_name(first)
+            if isinstance(node.op, ast.Or):
+                need = call("logical_not", need)
+            narrowed = ast.NamedExpr(ast.Name(lanes_left, ast.Store()), call("both", load_name(mask), need))
+            function = "logical_or" if isinstance(node.op, ast.Or) else "logical_and"
+            value = ast.Tuple(
+                [kept, narrowed, self.lazily(lanes_left, self.expression(later, lanes_left), first)], ast.Load()
+            )
+            picked = ast.Subscript(value, ast.Constant(2), ast.Load())
+            out = call(function, picked, load_name(first))
+            mask = lanes_left if isinstance(node.op, ast.And) else mask
+        return out
+
+    def lazily(self, mask: str, value: ast.expr, otherwise: str) -> ast.expr:
+        """The value, not evaluated when no lane needs it."""
+        return ast.IfExp(ast.Compare(load_name(mask), [ast.Is()], [ast.Constant(None)]), load_name(otherwise), value)
+
+    def value_IfExp(self, node: ast.IfExp, mask: str) -> ast.expr:
+        condition, yes, no = self.fresh("q"), self.fresh("yes"), self.fresh("no")
+        kept = ast.NamedExpr(ast.Name(condition, ast.Store()), self.expression(node.test, mask))
+        yes_mask = ast.NamedExpr(ast.Name(yes, ast.Store()), call("both", load_name(mask), load_name(condition)))
+        no_mask = ast.NamedExpr(
+            ast.Name(no, ast.Store()), call("both", load_name(mask), call("logical_not", load_name(condition)))
+        )
+        first = ast.Subscript(ast.Tuple([kept, yes_mask, no_mask], ast.Load()), ast.Constant(0), ast.Load())
+        sides = [self.lazily(m, self.expression(e, m), m) for m, e in ((yes, node.body), (no, node.orelse))]
+        return call("select", first, *sides)
+
+    def is_shape(self, node: ast.Subscript) -> bool:
+        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
+
+    def value_Subscript(self, node: ast.Subscript, mask: str) -> ast.expr:
+        if self.is_shape(node):
+            assert isinstance(node.value, ast.Attribute) and isinstance(node.slice, ast.Constant)
+            return ast.Subscript(
+                ast.Attribute(self.expression(node.value.value, mask), "shape", ast.Load()), node.slice, ast.Load()
+            )
+        return self.element("load", node, mask)
+
+    def element(self, how: str, node: ast.Subscript, mask: str) -> ast.expr:
+        row = self.row(node)
+        if row is not None:
+            return row if how == "peek" else ast.Call(ast.Attribute(row, "copy", ast.Load()), [], [])
+        array, index = self.expression(node.value, mask), self.expression(node.slice, mask)
+        return call(how, load_name("_x"), load_name(mask), array, index)
+
+    def value_Attribute(self, node: ast.Attribute, mask: str) -> ast.expr:
+        """An index of the thread's place: ``cuda.threadIdx.x``."""
+        return ast.Attribute(load_name("_x"), ast.unparse(node).removeprefix("cuda.").replace(".", "_"), ast.Load())
+
+    def value_Call(self, node: ast.Call, mask: str) -> ast.expr:
+        if isinstance(node.func, ast.Attribute):
+            return self.special(node, mask)
+        assert isinstance(node.func, ast.Name)
+        name = node.func.id
+        target = self.program.env[name]
+        if isinstance(target, Program):
+            self.namespace[name] = self.callee(target, *((tuple(map(self.rank, node.args)),) if self.direct else ()))
+            return call(name, load_name("_x"), load_name(mask), *[self.expression(a, mask) for a in node.args])
+        if isinstance(target, Instruction):
+            return self.instruction(node, target, mask)
+        if name == "count":
+            return method("count", load_name(mask), *[self.expression(a, mask) for a in node.args])
+        if name in INTEGER_CALLS:
+            return call(INTEGER_CALLS[name], *[self.expression(a, mask) for a in node.args])
+        return self.conversion(node, name, mask)
+
+    def instruction(self, node: ast.Call, target: Instruction, mask: str) -> ast.expr:
+        fetch = self.operand if target.name == "mma" else self.expression
+        return method(f"do_{target.name}", load_name(mask), *[fetch(a, mask) for a in node.args])
+
+    def conversion(self, node: ast.Call, name: str, mask: str) -> ast.expr:
+        """``float32(x)``; of a literal, the constant itself."""
+        (argument,) = node.args
+        dtype = np.dtype(name.replace("boolean", "bool"))
+        if isinstance(argument, ast.Constant):
+            with np.errstate(all="ignore"):
+                return self.constant(lanes.uniform(np.array(argument.value).astype(dtype)[()]))
+        return call(f"cast_{dtype}", self.expression(argument, mask))
+
+    def special(self, node: ast.Call, mask: str) -> ast.expr:
+        name = ast.unparse(node.func).removeprefix("cuda.").replace(".", "_")
+        if name in ("shared_array", "local_array"):
+            shape, kind = node.args
+            return method(name, shape, ast.Constant(ast.unparse(kind)))
+        return method(name, load_name(mask))
