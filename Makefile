@@ -8,6 +8,8 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/refengine compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32
 
+# Products of small matrices, one test process a core: threads of BLAS would only wait for each other.
+test: export OPENBLAS_NUM_THREADS := 1
 test: .venv/ready-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

@@ -90,13 +90,24 @@ class Qwen35:
         h = self.empty(len(ids), self.spec.hidden)
         embed(h, self.embedding, ids)
         update = None
-        for number, layer in enumerate(self.layers):
-            x = self.normed(h, update, layer.input_norm)
-            if isinstance(layer.mixer, FullAttention):
-                update = self.attention(number, layer.mixer, x, backend, batch, tap)
-            else:
-                update = self.delta_net(number, layer.mixer, x, backend, batch)
-            update = self.mlp(layer, self.normed(h, update, layer.post_norm))
+        for number in range(len(self.layers)):
+            update = self.layer_update(number, h, update, backend, batch, tap)
+        return self.logits(h, update, rows)
+
+    def layer_update(
+        self, number: int, h: Any, update: Any, backend: Backend, batch: Batch, tap: Tap | None = None
+    ) -> Any:
+        """One layer: h takes ``update``, then what the mixer adds, both in place; returns what the MLP adds."""
+        layer = self.layers[number]
+        x = self.normed(h, update, layer.input_norm)
+        if isinstance(layer.mixer, FullAttention):
+            update = self.attention(number, layer.mixer, x, backend, batch, tap)
+        else:
+            update = self.delta_net(number, layer.mixer, x, backend, batch)
+        return self.mlp(layer, self.normed(h, update, layer.post_norm))
+
+    def logits(self, h: Any, update: Any, rows: Any) -> Any:
+        """h takes ``update``; the logits of ``rows``: float32 [n, vocabulary]."""
         x = self.normed(h, update, self.final_norm)
         return self.product(self.xp.ascontiguousarray(x[rows]), self.head, np.float32)
 
