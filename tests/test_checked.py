@@ -121,6 +121,14 @@ def matrix(out, *, barrier):
 
 
 @kernel
+def column_too_many(out):
+    """Column 8 of a row is column 0 of the next; out: uint32 [64, 8]."""
+    t = cuda.threadIdx.x
+    if t < 63:
+        out[t, t % 9] = uint32(t)
+
+
+@kernel
 def counted(out, pages):
     """Counts by lane; out: int32 [64], pages: int32 [64]."""
     t = cuda.threadIdx.x
@@ -152,6 +160,12 @@ FAULTS = [
     ("barrier in a branch", half_barrier.at(), (floats(64),), r"thread 32: barrier reached by a part"),
     ("shuffle in a branch", half_shuffle.at(), (floats(64),), r"thread 16: shfl_xor reached by a part"),
     ("one word, many writers", same_word.at(), (words(64),), "in the same statement"),
+    (
+        "column of the next row",
+        column_too_many.at(),
+        (words(512).reshape(64, 8),),
+        r"thread 8: index 8 is outside axis 1",
+    ),
     ("ldmatrix after write", matrix.at(barrier=False), (floats(64),), r"reads word \d+ written by thread"),
 ]
 

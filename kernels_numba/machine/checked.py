@@ -254,14 +254,26 @@ for _name, _instruction in INSTRUCTIONS.items():
         setattr(CheckedLaunch, f"do_{_name}", _collective(_name))
 
 
+def check_axes(launch: CheckedLaunch, mask: Mask, shape: tuple[int, ...], index: Any, what: str) -> None:
+    """Each index of a many-dimensional element within its own axis: the flat index alone would hide a column too many."""
+    for axis, (i, size) in enumerate(zip(index, shape)) if isinstance(index, tuple) else ():
+        lanes = launch.full(i)
+        outside = launch.active(mask) & ((lanes < 0) | (lanes >= int(size)))
+        if outside.any():
+            lane = int(outside.argmax())
+            raise Finding(lane, f"index {int(lanes[lane])} is outside axis {axis} of {what}, which has {int(size)}")
+
+
 class CheckedGlobal(GlobalArray):
-    """A global array whose traffic is counted."""
+    """A global array whose axes are checked and whose traffic is counted."""
 
     def load(self, launch: Any, mask: Mask, index: Any) -> Value:
+        check_axes(launch, mask, self.shape, index, f"global array {self.name}")
         launch.counters["global_bytes"] += int(launch.active(mask).sum()) * self.dtype.itemsize
         return super().load(launch, mask, index)
 
     def store(self, launch: Any, mask: Mask, index: Any, value: Value) -> None:
+        check_axes(launch, mask, self.shape, index, f"global array {self.name}")
         launch.counters["global_bytes"] += int(launch.active(mask).sum()) * self.dtype.itemsize
         super().store(launch, mask, index, value)
 
@@ -275,6 +287,7 @@ class CheckedShared(SharedArray):
 
     def accesses(self, launch: CheckedLaunch, mask: Mask, index: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The 32-bit words that the active lanes touch."""
+        check_axes(launch, mask, self.shape, index, "a shared array")
         element = launch.full(flat_index(self.shape, index))
         first = element * self.dtype.itemsize // 4
         return launch.places(mask, first, max(1, self.dtype.itemsize // 4))
