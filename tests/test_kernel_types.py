@@ -1,4 +1,4 @@
-"""Every kernel the engine launches: no finding in checked mode, CUDA's types in each variable, no rounding left out in PTX."""
+"""Every kernel the engine launches: no finding in checked mode, and in each variable the type that CUDA gives it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.serve.passes import Session
-from refengine.verify.launches import launches, one_of_each_kind
+from refengine.verify.launches import one_of_each_kind
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
 PROMPT, ROWS, TOKENS = list(range(52)), 33, 2
@@ -97,16 +97,3 @@ def test_a_variable_has_the_type_that_the_cuda_compiler_gives_it(observed):
             assert types <= wanted[name], f"{program.name}: {name} is {types} here, {wanted[name]} in CUDA"
             compared += len(types)
     assert compared > 300
-
-
-@pytest.mark.parametrize("backend", backend_names())
-def test_no_product_and_sum_become_one_rounding_that_the_source_does_not_write(backend):
-    pytest.importorskip("numba_cuda")
-    from kernels_numba.machine.records import float_operations, ptx_text
-
-    found = launches(SPEC, backend_class(backend))
-    assert len(found) > 20
-    for one in found:
-        text = ptx_text(one.program, one.signature)
-        assert float_operations(text).unwanted == {}, one.program.name
-        assert ".f64" not in text, f"{one.program.name} computes in float64"
