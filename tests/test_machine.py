@@ -208,7 +208,21 @@ def read_behind(out):
     out[i] = float32(2)
 
 
+@device
+def first_of(row):
+    return row[0]
+
+
+@kernel
+def row_by_thread(out):
+    """A row that differs between threads."""
+    rows = cuda.local.array((2, 3), float32)
+    rows[0, 0] = float32(1)
+    out[0] = first_of(rows[cuda.threadIdx.x % 2])
+
+
 REFUSALS = [
+    (row_by_thread, "a row of a local array is taken by an index that is the same for every thread"),
     (read_behind, "i is read behind its loop"),
     (float_by_int, "gives float64: convert"),
     (bare_literal, "write float32"),
@@ -283,3 +297,22 @@ def test_a_shared_array_keeps_its_shape_in_a_lanewise_function():
     out, square = np.zeros(32, np.float32), np.arange(16, dtype=np.float32).reshape(4, 4)
     square_tile[2, 32](out)
     assert out.tolist() == [square[i, i] + square[i, 3 - i] for i in range(4)] * 8
+
+
+@kernel
+def left_for_good(out):
+    """What the condition reads is dead behind the loop, and other lanes write it; out: int64 [32]."""
+    t = int64(cuda.threadIdx.x)
+    limit = t % 5
+    turns = 0
+    while turns < limit:
+        turns += 1
+        limit = 7
+    limit = 1
+    out[t] = turns + limit
+
+
+def test_a_lane_that_has_left_a_loop_does_not_come_back():
+    out = np.zeros(32, np.int64)
+    left_for_good[1, 32](out)
+    assert out.tolist() == [1 + (7 if t % 5 else 0) for t in range(32)]

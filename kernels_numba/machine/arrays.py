@@ -100,6 +100,8 @@ class LocalArray:
             self.check(many)
             found = self.data[index]
             return found if len(many) == len(self.shape) else LocalArray(found)
+        if len(many) != len(self.shape):
+            raise LaneTypeError("a row of a local array is taken by an index that is the same for every thread")
         return self.data[self.per_lane(launch, mask, many)]
 
     def load(self, launch: Any, mask: Mask, index: Any) -> Any:

@@ -253,7 +253,9 @@ def run(
             with np.errstate(all="ignore"):
                 function(launch, True, *ready)
         except Exception as reason:
-            if not isinstance(reason, (LaneTypeError, TypeError, AttributeError)) and not hasattr(reason, "lane"):
+            if not isinstance(reason, (LaneTypeError, TypeError, AttributeError, IndexError)) and not hasattr(
+                reason, "lane"
+            ):
                 raise
             raise KernelError(where(program, launch, reason)) from reason
 

@@ -186,15 +186,17 @@ class Translator(Expressions):
         return [assign(loop.broke, ast.Constant(None)), ast.For(pair, steps, body, [])]
 
     def do_While(self, node: ast.While, scope: Scope) -> list[ast.stmt]:
-        loop, turn = self.enter(), self.fresh("turn")
-        start = assign(turn, call("without", load_name(scope.mask), load_name(loop.broke), load_name("_gone")))
-        check = assign(turn, call("both", load_name(turn), self.expression(node.test, turn)))
-        leave = ast.If(ast.Compare(load_name(turn), [ast.Is()], [ast.Constant(None)]), [ast.Break()], [])
-        body = self.turn(node, loop, turn, scope)
+        """A lane that has left does not come back: what its condition reads may be gone by then."""
+        loop, turn, inside = self.enter(), self.fresh("turn"), self.fresh("inside")
+        left = assign(inside, call("without", load_name(inside), load_name(loop.broke), load_name("_gone")))
+        check = assign(inside, call("both", load_name(inside), self.expression(node.test, inside)))
+        leave = ast.If(ast.Compare(load_name(inside), [ast.Is()], [ast.Constant(None)]), [ast.Break()], [])
+        body = [assign(turn, load_name(inside)), *self.turn(node, loop, turn, scope)]
         self.loops.pop()
         return [
             assign(loop.broke, ast.Constant(None)),
-            ast.While(ast.Constant(True), [start, *some_lane(turn, [check]), leave, *body], []),
+            assign(inside, load_name(scope.mask)),
+            ast.While(ast.Constant(True), [left, *some_lane(inside, [check]), leave, *body], []),
         ]
 
     def enter(self) -> Loop:
