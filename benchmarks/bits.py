@@ -143,7 +143,10 @@ def report(arguments: argparse.Namespace) -> int:
     print(found["demo"]["verdict"])
     print(*unequal, *missed, sep="\n")
     met = len(recorded) - len(missed)
-    print(f"BITS {held} cases equal, {len(unequal)} unequal; {met} recorded hashes met, {len(missed)} missed")
+    against = (
+        f"{met} recorded hashes met, {len(missed)} missed" if recorded else "held against nothing (--against FILE)"
+    )
+    print(f"BITS {held} cases equal, {len(unequal)} unequal; {against}")
     return 1 if unequal or missed or not found["demo"]["verdict"].startswith("EQUAL") else 0
 
 

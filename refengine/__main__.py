@@ -1,0 +1,5 @@
+"""``python -m refengine``: the ``refengine`` command."""
+
+from refengine.cli import main
+
+main()
