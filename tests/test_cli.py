@@ -70,6 +70,7 @@ REFUSED = [
     (("compare", "--prompt-rows", "0"), "--prompt-rows 0"),
     (("compare", "--prompt", ""), "--prompt"),
     (("compare", "--prompt", "@missing"), "@missing"),
+    (("compare", "--prompt", __file__), "to read it"),
     (("compare", "--context", "10"), "--context 632"),
     (("compare", "--context", "300000"), "--context 300000"),
     (("compare", "--tokens", "300000"), "--tokens 300000"),

@@ -136,6 +136,8 @@ def prompt_of(request: Request, spec: ModelSpec) -> list[int]:
 def prompt_bytes(prompt: str) -> bytes:
     """The text, or the file's content after @."""
     if not prompt.startswith("@"):
+        if os.path.isfile(prompt):
+            raise UserError(f"--prompt {prompt}: names a file; write @{prompt} to read it")
         return os.fsencode(prompt)
     try:
         return Path(prompt[1:]).read_bytes()
