@@ -32,27 +32,42 @@ class BackendError(Exception):
 
 @dataclass(eq=False)
 class Stream:
-    """One sequence's place: its cache rows, window record and recurrent state. ``committed`` positions are kept."""
+    """One sequence's place: its cache rows, window record and recurrent state. ``committed`` positions are kept.
+
+    number: of its place among the backend's. current: the pass that the stream takes part in, until it is finished.
+    A released stream has no slot any more, so nothing can be reached through it: every use raises BackendError.
+    """
 
     backend: Backend
-    slot: int
+    number: int
     capacity: int
     committed: int = 0
     pages: list[int] = field(default_factory=list)
+    current: Batch | None = None
+    released: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Its place in the arena. Raises BackendError once the stream is released."""
+        self.check_open()
+        return self.number
+
+    def check_open(self) -> None:
+        """Raise BackendError once the stream is released."""
+        if self.released:
+            raise BackendError(f"stream {self.number}: was released; open another")
 
     def grow(self, end: int) -> None:
-        """Make sure that positions below ``end`` have a place. Raises BackendError beyond the capacity."""
-        if end > self.capacity:
-            raise BackendError(f"stream {self.slot}: position {end - 1} is past its capacity of {self.capacity}")
-        self.backend.grow(self, end)
+        """Make sure that positions below ``end`` have a place. Raises BackendError as Backend.claim does."""
+        self.backend.claim([(self, end)])
 
     def state(self, layer: int) -> tuple[Any, Any]:
         """(recurrent state [HV, DV, DK] float32, conv history [3, C] bf16) of a linear layer: the memory itself."""
-        states, histories = self.backend.layer_states(layer)
+        states, histories = self.backend.linear_layer(layer)
         return states[self.slot], histories[self.slot]
 
     def release(self) -> None:
-        """Give everything back."""
+        """Give everything back. Raises BackendError the second time."""
         self.backend.release(self)
 
 
@@ -164,8 +179,8 @@ class Backend(ABC):
         """(BASE, TABLE) of the stream table: spec attention §3."""
 
     @abstractmethod
-    def grow(self, stream: Stream, end: int) -> None:
-        """Give the stream a place for positions below ``end``, which are within its capacity."""
+    def grow(self, ends: Sequence[tuple[Stream, int]]) -> None:
+        """Give every stream a place for positions below its end, which is within its capacity: all streams, or none."""
 
     @abstractmethod
     def freed(self, stream: Stream) -> None:
@@ -174,25 +189,49 @@ class Backend(ABC):
     # --- Streams ----------------------------------------------------------------------------------------------------------
 
     def open(self, capacity: int | None = None) -> Stream:
-        """A new stream with zeroed recurrent state. Raises BackendError when no place is free or capacity exceeds the context."""
+        """A new stream of ``capacity`` positions (default: the context), its recurrent state zero.
+
+        Raises BackendError when no place is free, or for a capacity of less than 1 or more than the context.
+        """
         capacity = self.sizes.context if capacity is None else capacity
-        if capacity > self.sizes.context:
-            raise BackendError(f"{self.name}: a stream of {capacity} positions: the context is {self.sizes.context}")
+        if not 1 <= capacity <= self.sizes.context:
+            raise BackendError(
+                f"{self.name}: a stream of {capacity} positions: at least 1, and the context is {self.sizes.context}"
+            )
         if not self.free_slots:
-            raise BackendError(f"{self.name}: no stream is free")
+            raise BackendError(f"{self.name}: no stream is free; release one")
         stream = Stream(self, self.free_slots.pop(0), capacity)
         self.arena.states[:, stream.slot] = 0
         self.arena.histories[:, stream.slot] = 0
         return stream
 
     def release(self, stream: Stream) -> None:
-        """Take a stream's place back."""
-        if stream.slot in self.free_slots:
-            raise BackendError(f"stream {stream.slot}: released twice")
+        """Take a stream's place back. Raises BackendError for one that is not open here."""
+        self.check_open(stream)
         self.freed(stream)
         self.free_slots = sorted([*self.free_slots, stream.slot])
+        stream.released, stream.current = True, None
 
-    def layer_states(self, layer: int) -> tuple[Any, Any]:
+    def check_open(self, stream: Stream) -> None:
+        """Raise BackendError for a stream that was released, or is another backend's."""
+        if stream.backend is not self:
+            raise BackendError(f"{self.name}: stream {stream.number}: belongs to another backend; open one here")
+        stream.check_open()
+
+    def claim(self, ends: Sequence[tuple[Stream, int]]) -> None:
+        """Make sure that each (stream, end) has a place for positions below ``end``: all streams, or none.
+
+        Raises BackendError for a stream that is not open here, an end beyond its capacity, or too few free pages.
+        """
+        for stream, end in ends:
+            self.check_open(stream)
+            if end > stream.capacity:
+                raise BackendError(
+                    f"stream {stream.slot}: position {end - 1} is past its capacity of {stream.capacity}"
+                )
+        self.grow(ends)
+
+    def linear_layer(self, layer: int) -> tuple[Any, Any]:
         """(states [slots, HV, DV, DK] float32, histories [slots, 3, C] bf16) of a linear layer."""
         index = self.shape.linear_layers.index(layer)
         return self.arena.states[index], self.arena.histories[index]
@@ -209,16 +248,41 @@ class Backend(ABC):
     def batch(self, phase: str, work: Sequence[tuple[Stream, int]]) -> Batch:
         """The tables of a pass over (stream, rows) pairs; streams get a place for their rows.
 
-        Raises BackendError when a stream is full or the decode windows exceed what the backend was built for.
+        A stream with no rows sits the pass out. A stream is in one pass at a time: its newest batch is the one that
+        holds. Raises BackendError, and changes nothing, for a pass that makes no sense or a stream without room.
         """
-        if phase == DECODE and sum(rows for _, rows in work) > self.arena.rows:
-            raise BackendError(f"{self.name}: a decode pass of this backend has at most {self.arena.rows} rows")
+        self.check_pass(phase, work)
+        self.claim([(stream, stream.committed + rows) for stream, rows in work])
         first, table = 0, []
         for stream, rows in work:
-            stream.grow(stream.committed + rows)
             table.append(self.stream_row(stream, first, rows))
             first += rows
-        return self.tables(phase, tuple(stream for stream, _ in work), np.array(table, np.int64).reshape(-1, COLUMNS))
+        batch = self.tables(phase, tuple(stream for stream, _ in work), np.array(table, np.int64).reshape(-1, COLUMNS))
+        for stream in batch.members:
+            stream.current = batch
+        return batch
+
+    def check_pass(self, phase: str, work: Sequence[tuple[Stream, int]]) -> None:
+        """Raise BackendError for an unknown phase, a stream that stands twice, or rows that a pass cannot have."""
+        if phase not in (PROMPT, DECODE):
+            raise BackendError(f"{self.name}: phase {phase!r}: use {PROMPT!r} or {DECODE!r}")
+        most = self.sizes.window_rows
+        for place, (stream, rows) in enumerate(work):
+            if any(stream is other for other, _ in work[:place]):
+                raise BackendError(f"{self.name}: stream {stream.number}: stands twice in the pass; join its rows")
+            if rows < 0:
+                raise BackendError(f"{self.name}: stream {stream.number}: {rows} rows; at least 0")
+            if phase == DECODE and rows > most:
+                raise BackendError(
+                    f"{self.name}: stream {stream.number}: {rows} decode rows; window_rows allows {most}"
+                )
+
+    def check_current(self, batch: Batch) -> None:
+        """Raise BackendError unless every stream of the batch is open here and in this very pass."""
+        for stream in batch.members:
+            self.check_open(stream)
+            if stream.current is not batch:
+                raise BackendError(f"stream {stream.slot}: this batch is finished, or a newer one has replaced it")
 
     def tables(self, phase: str, members: tuple[Stream, ...], table: np.ndarray) -> Batch:
         """A batch with its tables on the device."""
@@ -233,12 +297,18 @@ class Backend(ABC):
         scratch = self.xp.empty(plan.scratch_size, dtype=np.float32)
         return Batch(phase, members, table, streams, owners, slots, paths, depths, plan.to(self.xp), scratch)
 
+    def layer_states(self, layer: int, batch: Batch) -> tuple[Any, Any]:
+        """linear_layer, for a pass; batch.slots says which slots are the batch's. Raises as check_current does."""
+        self.check_current(batch)
+        return self.linear_layer(layer)
+
     def store(self, layer: int, qkv: Any, norms: Norms, rope: Any, batch: Batch) -> Any:
         """Norm and rotate q and k; keys and values go to the cache (prompt) or to the window record (decode).
 
         qkv: bf16 [W, (2·H + 2·HK)·D], rows [H × (query | gate) | keys | values]. rope: float32 [positions, 2, dims / 2].
-        Returns q: bf16 [W, H, D].
+        Returns q: bf16 [W, H, D]. Raises as check_current does.
         """
+        self.check_current(batch)
         shape, address = self.shape, (self.arena.words, self.pages)
         q = self.xp.empty((batch.rows, shape.heads, shape.head_dim), dtype=BF16)
         if batch.phase == PROMPT:
@@ -262,7 +332,11 @@ class Backend(ABC):
         return q
 
     def attend(self, layer: int, q: Any, batch: Batch) -> Any:
-        """Attention of the batch's rows; q and the result: bf16 [W, H, D]. The phase picks the kernels."""
+        """Attention of the batch's rows; q and the result: bf16 [W, H, D]. The phase picks the kernels.
+
+        Raises as check_current does.
+        """
+        self.check_current(batch)
         out = self.xp.empty(q.shape, dtype=BF16)
         scale = np.float32(self.shape.head_dim**-0.5)
         address = (self.arena.words, self.pages, batch.streams)
@@ -289,17 +363,22 @@ class Backend(ABC):
             )
 
     def finish(self, batch: Batch) -> None:
-        """The pass is through: its rows are committed; a decode pass's records are kept in the caches."""
+        """The pass is through: its rows are committed; a decode pass's records are kept in the caches.
+
+        Raises as check_current does, so a pass is committed once.
+        """
+        self.check_current(batch)
         if batch.phase == DECODE:
             ends = self.xp.asarray((batch.table[:, FIRST] + batch.table[:, ROWS] - 1).astype(np.int32))
             kept = self.xp.asarray(batch.table[:, ROWS].astype(np.int32))
             for layer in self.shape.attention_layers:
                 keep.keep(
                     self.arena.words, self.pages, batch.streams, batch.paths, ends, kept, *self.record(layer, batch),
-                    *self.planes(layer), self.page_words, int(batch.table[:, ROWS].max()), self.layout,
+                    *self.planes(layer), self.page_words, int(batch.table[:, ROWS].max(initial=0)), self.layout,
                 )  # fmt: skip
         for stream, rows in zip(batch.members, batch.table[:, ROWS]):
             stream.committed += int(rows)
+            stream.current = None
 
     def planes(self, layer: int) -> tuple[int, int]:
         """Word offsets of a layer's K and V in a page."""
@@ -311,7 +390,8 @@ class Backend(ABC):
         return both[0, : batch.rows], both[1, : batch.rows]
 
     def cache_bytes(self, stream: Stream) -> int:
-        """Bytes of keys and values that the stream holds."""
+        """Bytes of keys and values that the stream holds. Raises BackendError for a stream that is not open here."""
+        self.check_open(stream)
         return 4 * self.page_words * self.held_pages(stream)
 
     def held_pages(self, stream: Stream) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -45,18 +47,21 @@ class PagedBackend(Backend):
     def address(self, stream: Stream) -> tuple[int, int]:
         return 0, stream.slot * self.columns
 
-    def grow(self, stream: Stream, end: int) -> None:
-        """Take the pages that are missing and enter them in the stream's table, in place."""
-        missing = -(-end // self.positions) - len(stream.pages)
-        if missing <= 0:
-            return
+    def grow(self, ends: Sequence[tuple[Stream, int]]) -> None:
+        """Take the pages that are missing, all at once, and enter them in the streams' tables, in place."""
+        missing = [max(0, -(-end // self.positions) - len(stream.pages)) for stream, end in ends]
         try:
-            taken = self.pool.take(missing)
+            pages = iter(self.pool.take(sum(missing)))
         except PoolFull as full:
-            raise BackendError(f"{self.name}: stream {stream.slot} needs room for {end} positions: {full}") from full
+            raise BackendError(f"{self.name}: {full}; release a stream") from full
+        for (stream, _), count in zip(ends, missing):
+            self.enter(stream, list(islice(pages, count)))
+
+    def enter(self, stream: Stream, pages: list[int]) -> None:
+        """The stream's next pages, in its row of the page table."""
         first = stream.slot * self.columns + len(stream.pages)
-        self.pages[first : first + missing] = self.xp.asarray(np.array(taken, np.int32))
-        stream.pages += taken
+        self.pages[first : first + len(pages)] = self.xp.asarray(np.array(pages, np.int32))
+        stream.pages += pages
 
     def freed(self, stream: Stream) -> None:
         """Give the pages back; the whole row of the table names the null page again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backends import layout
 from backends.arena import CacheShape
 from backends.base import Backend, Sizes, Stream
@@ -25,8 +27,8 @@ class WindowBackend(Backend):
     def address(self, stream: Stream) -> tuple[int, int]:
         return stream.slot * self.page_words, -1
 
-    def grow(self, stream: Stream, end: int) -> None:
-        """The window has room for all."""
+    def grow(self, ends: Sequence[tuple[Stream, int]]) -> None:
+        """A window has room for all of its capacity."""
 
     def freed(self, stream: Stream) -> None:
         """The next stream writes over it."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backends.base import PROMPT, BackendError, Sizes, backend_class
+from backends.base import DECODE, PROMPT, BackendError, Sizes, backend_class
 from kernels_numba.streams import PTOK, TABLE
 from refengine.checkpoint import load_weights, make_checkpoint, open_checkpoint
 from refengine.device import open_device
@@ -96,6 +96,35 @@ def test_the_recurrent_state_of_a_stale_stream_would_show(model, alone):
     assert not same(logits[0], alone[0][0][0])
 
 
+@pytest.mark.parametrize("phase", [PROMPT, DECODE])
+def test_a_stream_of_no_rows_keeps_its_recurrent_state(model, phase):
+    made = backend()
+    streams = [made.open() for _ in range(3)]
+    forward(model, made, PROMPT, streams, (9, 5, 1))
+    before = [part.tobytes() for layer in made.shape.linear_layers for part in streams[1].state(layer)]
+    forward(model, made, phase, streams, (1, 0, 1))
+    assert [part.tobytes() for layer in made.shape.linear_layers for part in streams[1].state(layer)] == before
+
+
+def test_a_batch_that_is_over_touches_no_state(model):
+    """Its slot may be another stream's by now, and the first layers of a model have no cache rows."""
+    made = backend(streams=1)
+    stream = made.open()
+    batch = made.batch(PROMPT, [(stream, 3)])
+    stream.release()
+    before = made.arena.words.tobytes()
+    with pytest.raises(BackendError, match="stream 0: was released"):
+        model.forward(np.arange(3, dtype=np.int32), made, batch, np.array([2]))
+    assert made.arena.words.tobytes() == before
+
+
+def forward(model, made, phase, streams, rows) -> None:
+    """One pass of the model."""
+    batch = made.batch(phase, list(zip(streams, rows)))
+    model.forward(np.arange(sum(rows), dtype=np.int32), made, batch, np.array([0]))
+    made.finish(batch)
+
+
 @pytest.mark.parametrize("name", ["window", "paged", "paged-p256"])
 def test_a_stream_is_refused_beyond_its_capacity(name):
     made = backend(name, streams=1)
@@ -106,7 +135,7 @@ def test_a_stream_is_refused_beyond_its_capacity(name):
     with pytest.raises(BackendError, match="no stream is free"):
         made.open()
     stream.release()
-    with pytest.raises(BackendError, match="released twice"):
+    with pytest.raises(BackendError, match="stream 0: was released; open another"):
         stream.release()
     with pytest.raises(BackendError, match="the context is 96"):
         made.open(97)

@@ -143,7 +143,7 @@ class Qwen35:
     def delta_net(self, number: int, w: DeltaNet, x: Any, backend: Backend, batch: Batch) -> Any:
         """Projection, convolution, gates, delta rule (chain for prompts, step for decode), gated norm, projection."""
         gdn = self.spec.gated_delta_net
-        states, histories = backend.layer_states(number)
+        states, histories = backend.layer_states(number, batch)
         rows, streams, slots = x.shape[0], batch.streams, batch.slots
         mixed = self.product(x, w.mixed)
         qkv = self.empty(rows, gdn.conv_channels)

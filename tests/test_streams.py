@@ -1,0 +1,201 @@
+"""A stream that is not open, and a pass that makes no sense, are refused in one line; what is refused has changed nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from backends.base import DECODE, PROMPT, Backend, BackendError, Norms, Sizes, backend_class
+from kernels_numba.rope_store import rope_table
+from refengine.model import cache_shape
+from refengine.registry import load_model
+
+CONTEXT, STREAMS, WINDOW_ROWS, PAGE_SIZE = 96, 3, 2, 16
+TINY = load_model("qwen3.5-tiny")
+SHAPE = cache_shape(replace(TINY, layers=4, layer_types=TINY.layer_types[:4]))
+(ATTENTION,), LINEAR = SHAPE.attention_layers, SHAPE.linear_layers[0]
+GAIN = np.ones(SHAPE.head_dim, np.float32)
+NORMS, ROPE = Norms(GAIN, GAIN, 1e-6), rope_table(CONTEXT, 64, 1e7)
+
+
+@pytest.fixture(params=["window", "paged", "paged-p256"])
+def made(request) -> Backend:
+    return build(request.param)
+
+
+def build(name: str = "paged") -> Backend:
+    return backend_class(name)(SHAPE, Sizes(CONTEXT, STREAMS, PAGE_SIZE, WINDOW_ROWS))
+
+
+def projected(rows: int) -> np.ndarray:
+    """Rows of q, k and v that are not zero."""
+    columns = 2 * (SHAPE.heads + SHAPE.kv_heads) * SHAPE.head_dim
+    return np.random.default_rng(rows).standard_normal((rows, columns), np.float32).astype("bfloat16")
+
+
+def run_pass(backend: Backend, phase: str, work) -> np.ndarray:
+    """A pass of the attention layer: its output."""
+    batch = backend.batch(phase, work)
+    q = backend.store(ATTENTION, projected(batch.rows), NORMS, ROPE, batch)
+    out = backend.attend(ATTENTION, q, batch)
+    backend.finish(batch)
+    return out
+
+
+def snapshot(backend: Backend, *streams) -> tuple:
+    """All that a refused call must leave as it is."""
+    pool = sorted(backend.pool.free) if backend.paged else []
+    held = [(s.committed, list(s.pages), s.released, s.current) for s in streams]
+    return backend.arena.words.tobytes(), backend.pages.tobytes(), list(backend.free_slots), pool, held
+
+
+def refused(words: str, call, backend: Backend, *streams) -> None:
+    """The call raises one line with the words and changes nothing."""
+    before = snapshot(backend, *streams)
+    with pytest.raises(BackendError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value) and snapshot(backend, *streams) == before
+
+
+# --- Handles --------------------------------------------------------------------------------------------------------
+
+
+USES = {
+    "release": lambda s: s.release(),
+    "release by the backend": lambda s: s.backend.release(s),
+    "grow": lambda s: s.grow(CONTEXT),
+    "state": lambda s: s.state(LINEAR),
+    "prompt rows": lambda s: s.backend.batch(PROMPT, [(s, 1)]),
+    "decode rows": lambda s: s.backend.batch(DECODE, [(s, 1)]),
+    "no rows": lambda s: s.backend.batch(PROMPT, [(s, 0)]),
+    "row of the stream table": lambda s: s.backend.stream_row(s, 0, 1),
+    "bytes": lambda s: s.backend.cache_bytes(s),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_released_stream_reaches_nothing(made, use):
+    """Not even what now belongs to the stream that was opened in its place."""
+    stale = made.open()
+    stale.release()
+    heir = made.open()
+    heir.grow(20)
+    assert heir.slot == stale.number
+    refused("stream 0: was released; open another", lambda: use(stale), made, stale, heir)
+
+
+def test_another_backends_stream_is_refused(made):
+    other = build()
+    foreign, own = other.open(), made.open()
+    for call in (
+        lambda: made.batch(PROMPT, [(own, 1), (foreign, 1)]),
+        lambda: made.release(foreign),
+        lambda: made.claim([(own, 20), (foreign, 20)]),
+        lambda: made.cache_bytes(foreign),
+        lambda: made.finish(other.batch(PROMPT, [(foreign, 0)])),
+    ):
+        refused("stream 0: belongs to another backend; open one here", call, made, own)
+
+
+@pytest.mark.parametrize("capacity", [0, -5, CONTEXT + 1])
+def test_a_capacity_that_no_stream_has_is_refused(made, capacity):
+    refused(f"a stream of {capacity} positions: at least 1, and the context is 96", lambda: made.open(capacity), made)
+
+
+# --- A pass that makes no sense -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "second", "words"),
+    [
+        ("promt", lambda a, b: (b, 1), "phase 'promt': use 'prompt' or 'decode'"),
+        (PROMPT, lambda a, b: (a, 1), "stream 0: stands twice in the pass"),
+        (DECODE, lambda a, b: (a, 0), "stream 0: stands twice in the pass"),
+        (PROMPT, lambda a, b: (b, -1), "stream 1: -1 rows; at least 0"),
+        (DECODE, lambda a, b: (b, -1), "stream 1: -1 rows; at least 0"),
+        (DECODE, lambda a, b: (b, WINDOW_ROWS + 1), "stream 1: 3 decode rows; window_rows allows 2"),
+        (PROMPT, lambda a, b: (b, 41), "stream 1: position 40 is past its capacity of 40"),
+    ],
+)
+def test_a_pass_that_makes_no_sense_is_refused(made, phase, second, words):
+    a, b = made.open(), made.open(40)
+    refused(words, lambda: made.batch(phase, [(a, 2), second(a, b)]), made, a, b)
+
+
+@pytest.mark.parametrize("name", ["paged", "paged-p256"])
+def test_streams_grow_all_or_none(name):
+    """One page is lacking, and not the first stream's: neither gets any."""
+    made = build(name)
+    a, b = made.open(), made.open()
+    taken = made.pool.take(len(made.pool.free) - (2 * made.columns - 1))
+    whole = [(a, CONTEXT), (b, CONTEXT)]
+    words = f"{2 * made.columns} pages wanted, {2 * made.columns - 1} of .* are free; release a stream"
+    refused(words, lambda: made.batch(PROMPT, whole), made, a, b)
+    made.pool.give_back(taken)
+    assert made.batch(PROMPT, whole).rows == 2 * CONTEXT and made.held_pages(a) == made.held_pages(b) == made.columns
+
+
+# --- A batch that is over -------------------------------------------------------------------------------------------
+
+
+ENDS = {
+    "finished": (
+        lambda backend, batch: backend.finish(batch),
+        "this batch is finished, or a newer one has replaced it",
+    ),
+    "replaced": (
+        lambda backend, batch: backend.batch(PROMPT, [(batch.members[1], 1)]),
+        "this batch is finished, or a newer one has replaced it",
+    ),
+    "released": (lambda backend, batch: batch.members[1].release(), "stream 1: was released"),
+    "released, another in its place": (
+        lambda backend, batch: (batch.members[1].release(), backend.open()),
+        "stream 1: was released",
+    ),
+}
+CALLS = {
+    "store": lambda backend, batch: backend.store(ATTENTION, projected(batch.rows), NORMS, ROPE, batch),
+    "attend": lambda backend, batch: backend.attend(
+        ATTENTION, np.zeros((batch.rows, SHAPE.heads, SHAPE.head_dim), "bfloat16"), batch
+    ),
+    "layer_states": lambda backend, batch: backend.layer_states(LINEAR, batch),
+    "finish": lambda backend, batch: backend.finish(batch),
+}
+
+
+@pytest.mark.parametrize("phase", [PROMPT, DECODE])
+@pytest.mark.parametrize(("end", "words"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_batch_that_is_over_is_refused(made, phase, end, words, call):
+    streams = made.open(), made.open()
+    batch = made.batch(phase, [(stream, 2) for stream in streams])
+    end(made, batch)
+    refused(words, lambda: call(made, batch), made, *streams)
+
+
+# --- No rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [PROMPT, DECODE])
+def test_a_stream_of_no_rows_sits_the_pass_out(made, phase):
+    """The others' output is that of a pass without it, and its own cache and window stay as they are."""
+    twin = build(made.name)
+    streams, others = [made.open() for _ in range(3)], [twin.open() for _ in range(3)]
+    for backend, members in ((made, streams), (twin, others)):
+        run_pass(backend, PROMPT, [(stream, 5) for stream in members])
+    with_it = run_pass(made, phase, [(streams[0], 2), (streams[1], 0), (streams[2], 1)])
+    without = run_pass(twin, phase, [(others[0], 2), (others[2], 1)])
+    assert with_it.tobytes() == without.tobytes() and np.isfinite(with_it.astype(np.float32)).all()
+    assert [s.committed for s in streams] == [7, 5, 6] and made.arena.words.tobytes() == twin.arena.words.tobytes()
+
+
+@pytest.mark.parametrize("phase", [PROMPT, DECODE])
+@pytest.mark.parametrize("members", [0, 2])
+def test_a_pass_of_no_rows_is_empty(made, phase, members):
+    streams = [made.open() for _ in range(members)]
+    before = made.arena.words.tobytes()
+    out = run_pass(made, phase, [(stream, 0) for stream in streams])
+    assert out.shape == (0, SHAPE.heads, SHAPE.head_dim) and made.arena.words.tobytes() == before
+    assert all(stream.committed == 0 for stream in streams)
