@@ -34,8 +34,8 @@ class BackendError(Exception):
 class Stream:
     """One sequence's place: its cache rows, window record and recurrent state. ``committed`` positions are kept.
 
-    number: of its place among the backend's. current: the pass that the stream takes part in, until it is finished.
-    A released stream has no slot any more, so nothing can be reached through it: every use raises BackendError.
+    number: of its place among the backend's. A released stream has no slot any more, so nothing can be reached through
+    it: every use raises BackendError.
     """
 
     backend: Backend
@@ -43,7 +43,6 @@ class Stream:
     capacity: int
     committed: int = 0
     pages: list[int] = field(default_factory=list)
-    current: Batch | None = None
     released: bool = False
 
     @property
@@ -148,6 +147,7 @@ class Backend(ABC):
         self.columns = -(-sizes.context // self.positions)
         self.arena = Arena(shape, sizes.streams, self.cache_words(shape, sizes), sizes.streams * sizes.window_rows, xp)
         self.free_slots = list(range(sizes.streams))
+        self.current: Batch | None = None
         self.pages = xp.full(sizes.streams * self.columns, self.null_page, dtype=np.int32)
 
     # --- What a form of cache decides -----------------------------------------------------------------------------------
@@ -210,7 +210,9 @@ class Backend(ABC):
         self.check_open(stream)
         self.freed(stream)
         self.free_slots = sorted([*self.free_slots, stream.slot])
-        stream.released, stream.current = True, None
+        stream.released = True
+        if self.current is not None and stream in self.current.members:
+            self.current = None
 
     def check_open(self, stream: Stream) -> None:
         """Raise BackendError for a stream that was released, or is another backend's."""
@@ -221,10 +223,13 @@ class Backend(ABC):
     def claim(self, ends: Sequence[tuple[Stream, int]]) -> None:
         """Make sure that each (stream, end) has a place for positions below ``end``: all streams, or none.
 
-        Raises BackendError for a stream that is not open here, an end beyond its capacity, or too few free pages.
+        Raises BackendError for a stream that is not open here or stands twice, an end beyond its capacity, or too few
+        free pages.
         """
-        for stream, end in ends:
+        for place, (stream, end) in enumerate(ends):
             self.check_open(stream)
+            if any(stream is other for other, _ in ends[:place]):
+                raise BackendError(f"{self.name}: stream {stream.slot}: stands twice; join its rows")
             if end > stream.capacity:
                 raise BackendError(
                     f"stream {stream.slot}: position {end - 1} is past its capacity of {stream.capacity}"
@@ -248,8 +253,9 @@ class Backend(ABC):
     def batch(self, phase: str, work: Sequence[tuple[Stream, int]]) -> Batch:
         """The tables of a pass over (stream, rows) pairs; streams get a place for their rows.
 
-        A stream with no rows sits the pass out. A stream is in one pass at a time: its newest batch is the one that
-        holds. Raises BackendError, and changes nothing, for a pass that makes no sense or a stream without room.
+        A stream with no rows sits the pass out. A backend is in one pass at a time, for it has one window record: the
+        newest batch takes the place of one that was not finished. Raises BackendError, and changes nothing, for a pass
+        that makes no sense or a stream without room.
         """
         self.check_pass(phase, work)
         self.claim([(stream, stream.committed + rows) for stream, rows in work])
@@ -257,19 +263,16 @@ class Backend(ABC):
         for stream, rows in work:
             table.append(self.stream_row(stream, first, rows))
             first += rows
-        batch = self.tables(phase, tuple(stream for stream, _ in work), np.array(table, np.int64).reshape(-1, COLUMNS))
-        for stream in batch.members:
-            stream.current = batch
-        return batch
+        members = tuple(stream for stream, _ in work)
+        self.current = self.tables(phase, members, np.array(table, np.int64).reshape(-1, COLUMNS))
+        return self.current
 
     def check_pass(self, phase: str, work: Sequence[tuple[Stream, int]]) -> None:
-        """Raise BackendError for an unknown phase, a stream that stands twice, or rows that a pass cannot have."""
+        """Raise BackendError for an unknown phase, or rows that a stream cannot have in a pass of it."""
         if phase not in (PROMPT, DECODE):
             raise BackendError(f"{self.name}: phase {phase!r}: use {PROMPT!r} or {DECODE!r}")
         most = self.sizes.window_rows
-        for place, (stream, rows) in enumerate(work):
-            if any(stream is other for other, _ in work[:place]):
-                raise BackendError(f"{self.name}: stream {stream.number}: stands twice in the pass; join its rows")
+        for stream, rows in work:
             if rows < 0:
                 raise BackendError(f"{self.name}: stream {stream.number}: {rows} rows; at least 0")
             if phase == DECODE and rows > most:
@@ -278,11 +281,12 @@ class Backend(ABC):
                 )
 
     def check_current(self, batch: Batch) -> None:
-        """Raise BackendError unless every stream of the batch is open here and in this very pass."""
-        for stream in batch.members:
-            self.check_open(stream)
-            if stream.current is not batch:
-                raise BackendError(f"stream {stream.slot}: this batch is finished, or a newer one has replaced it")
+        """Raise BackendError unless the batch is the pass that this backend is in."""
+        if batch is not self.current:
+            raise BackendError(
+                f"{self.name}: this batch is over: finished, replaced by a newer one, or a stream of it was released; "
+                "make another"
+            )
 
     def tables(self, phase: str, members: tuple[Stream, ...], table: np.ndarray) -> Batch:
         """A batch with its tables on the device."""
@@ -378,7 +382,7 @@ class Backend(ABC):
                 )  # fmt: skip
         for stream, rows in zip(batch.members, batch.table[:, ROWS]):
             stream.committed += int(rows)
-            stream.current = None
+        self.current = None
 
     def planes(self, layer: int) -> tuple[int, int]:
         """Word offsets of a layer's K and V in a page."""

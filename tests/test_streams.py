@@ -47,8 +47,8 @@ def run_pass(backend: Backend, phase: str, work) -> np.ndarray:
 def snapshot(backend: Backend, *streams) -> tuple:
     """All that a refused call must leave as it is."""
     pool = sorted(backend.pool.free) if backend.paged else []
-    held = [(s.committed, list(s.pages), s.released, s.current) for s in streams]
-    return backend.arena.words.tobytes(), backend.pages.tobytes(), list(backend.free_slots), pool, held
+    held = [(s.committed, list(s.pages), s.released) for s in streams]
+    return backend.arena.words.tobytes(), backend.pages.tobytes(), list(backend.free_slots), pool, backend.current, held
 
 
 def refused(words: str, call, backend: Backend, *streams) -> None:
@@ -94,7 +94,6 @@ def test_another_backends_stream_is_refused(made):
         lambda: made.release(foreign),
         lambda: made.claim([(own, 20), (foreign, 20)]),
         lambda: made.cache_bytes(foreign),
-        lambda: made.finish(other.batch(PROMPT, [(foreign, 0)])),
     ):
         refused("stream 0: belongs to another backend; open one here", call, made, own)
 
@@ -111,8 +110,8 @@ def test_a_capacity_that_no_stream_has_is_refused(made, capacity):
     ("phase", "second", "words"),
     [
         ("promt", lambda a, b: (b, 1), "phase 'promt': use 'prompt' or 'decode'"),
-        (PROMPT, lambda a, b: (a, 1), "stream 0: stands twice in the pass"),
-        (DECODE, lambda a, b: (a, 0), "stream 0: stands twice in the pass"),
+        (PROMPT, lambda a, b: (a, 1), "stream 0: stands twice; join its rows"),
+        (DECODE, lambda a, b: (a, 0), "stream 0: stands twice; join its rows"),
         (PROMPT, lambda a, b: (b, -1), "stream 1: -1 rows; at least 0"),
         (DECODE, lambda a, b: (b, -1), "stream 1: -1 rows; at least 0"),
         (DECODE, lambda a, b: (b, WINDOW_ROWS + 1), "stream 1: 3 decode rows; window_rows allows 2"),
@@ -141,19 +140,11 @@ def test_streams_grow_all_or_none(name):
 
 
 ENDS = {
-    "finished": (
-        lambda backend, batch: backend.finish(batch),
-        "this batch is finished, or a newer one has replaced it",
-    ),
-    "replaced": (
-        lambda backend, batch: backend.batch(PROMPT, [(batch.members[1], 1)]),
-        "this batch is finished, or a newer one has replaced it",
-    ),
-    "released": (lambda backend, batch: batch.members[1].release(), "stream 1: was released"),
-    "released, another in its place": (
-        lambda backend, batch: (batch.members[1].release(), backend.open()),
-        "stream 1: was released",
-    ),
+    "finished": lambda backend, batch: backend.finish(batch),
+    "replaced": lambda backend, batch: backend.batch(batch.phase, [(batch.members[1], 1)]),
+    "replaced by other streams": lambda backend, batch: backend.batch(batch.phase, [(backend.open(), 1)]),
+    "released": lambda backend, batch: batch.members[1].release(),
+    "released, another in its place": lambda backend, batch: (batch.members[1].release(), backend.open()),
 }
 CALLS = {
     "store": lambda backend, batch: backend.store(ATTENTION, projected(batch.rows), NORMS, ROPE, batch),
@@ -166,13 +157,31 @@ CALLS = {
 
 
 @pytest.mark.parametrize("phase", [PROMPT, DECODE])
-@pytest.mark.parametrize(("end", "words"), ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_batch_that_is_over_is_refused(made, phase, end, words, call):
+def test_a_batch_that_is_over_is_refused(made, phase, end, call):
     streams = made.open(), made.open()
     batch = made.batch(phase, [(stream, 2) for stream in streams])
     end(made, batch)
-    refused(words, lambda: call(made, batch), made, *streams)
+    refused("this batch is over: finished, replaced", lambda: call(made, batch), made, *streams)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_another_backends_batch_is_refused(made, call):
+    other = build(made.name)
+    streams = made.open(), other.open()
+    mine, foreign = (backend.batch(PROMPT, [(s, 2)]) for backend, s in zip((made, other), streams))
+    refused("this batch is over", lambda: call(made, foreign), made, *streams)
+    call(made, mine)
+
+
+@pytest.mark.parametrize("phase", [PROMPT, DECODE])
+def test_a_stream_that_is_not_in_the_pass_may_be_released(made, phase):
+    inside, outside = made.open(), made.open()
+    batch = made.batch(phase, [(inside, 2)])
+    outside.release()
+    made.finish(batch)
+    assert inside.committed == 2
 
 
 # --- No rows --------------------------------------------------------------------------------------------------------
