@@ -19,6 +19,7 @@ from refengine.checkpoint import (
     cached_checkpoint,
     load_weights,
     make_checkpoint,
+    open_cached,
     open_checkpoint,
     spec_of_folder,
 )
@@ -181,6 +182,28 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("REFENGINE_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot be written"):
         cached_checkpoint(SPEC)
+
+
+DAMAGE = {
+    "cut short": (lambda folder: os.truncate(folder / SINGLE, 1000), f"{SINGLE}: damaged or cut short: "),
+    "no weights": (lambda folder: (folder / SINGLE).unlink(), f"{{folder}}: holds neither {SINGLE} nor {INDEX}"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "{folder}/config.json: cannot be read: "),
+    "other config": (lambda folder: edit_json(folder / "config.json", hidden_size=16), "config.json: hidden_size: "),
+    "a file": (lambda folder: (shutil.rmtree(folder), folder.touch()), "{folder}: is not a folder; "),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_cached_checkpoint_names_what_to_delete(tmp_path, monkeypatch, damage, message):
+    monkeypatch.setenv("REFENGINE_CACHE", str(tmp_path))
+    folder = open_cached(SPEC).folder
+    damage(folder)
+    with pytest.raises(UserError) as caught:
+        open_cached(SPEC)
+    assert str(caught.value).startswith(message.format(folder=folder))
+    assert str(caught.value).endswith(f"; delete {folder} to have it made again")
+    shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+    assert open_cached(SPEC).tensor(Q_PROJ).shape == (512, 32)
 
 
 @pytest.mark.parametrize("after", [0.0, 1e9])

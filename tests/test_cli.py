@@ -328,6 +328,18 @@ def test_exercised_arm_passes(arm):
     assert unexercised(arm) is None
 
 
+# --- The checkpoint in the cache --------------------------------------------------------------------------------------
+
+
+def test_a_damaged_cached_checkpoint_names_what_to_delete(refengine, tmp_path, monkeypatch):
+    monkeypatch.setenv("REFENGINE_CACHE", str(tmp_path / "cache"))
+    folder = cached_checkpoint(load_model("qwen3.5-tiny"))
+    (folder / "model.safetensors").write_bytes(b"")
+    status, out, err = refengine(*SMALL)
+    assert (status, out) == (2, "") and "model.safetensors: damaged" in err
+    assert err.endswith(f"; delete {folder} to have it made again\n")
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 

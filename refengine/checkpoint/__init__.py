@@ -1,7 +1,7 @@
 """Checkpoints in the Hugging Face layout: opened and checked, read into weights, and made from a seed."""
 
 from refengine.checkpoint.config import spec_of_folder
-from refengine.checkpoint.make import cached_checkpoint, make_checkpoint
+from refengine.checkpoint.make import cached_checkpoint, make_checkpoint, open_cached
 from refengine.checkpoint.reader import Checkpoint, open_checkpoint
 from refengine.checkpoint.weights import (
     AttentionWeights,
@@ -22,6 +22,7 @@ __all__ = [
     "cached_checkpoint",
     "load_weights",
     "make_checkpoint",
+    "open_cached",
     "open_checkpoint",
     "spec_of_folder",
 ]

@@ -15,6 +15,7 @@ from kernels_numba.machine.cache import cache_root
 from refengine.checkpoint.config import CONFIG, config_of
 from refengine.checkpoint.files import INDEX, SINGLE
 from refengine.checkpoint.progress import progress
+from refengine.checkpoint.reader import Checkpoint, open_checkpoint
 from refengine.checkpoint.values import VERSION, synthetic
 from refengine.errors import UserError
 from refengine.registry import ModelSpec, Tensor, check_spec
@@ -55,6 +56,18 @@ def cached_checkpoint(spec: ModelSpec, seed: int = 0) -> Path:
         if folder.exists():  # another process was faster
             return folder
         raise
+
+
+def open_cached(spec: ModelSpec, seed: int = 0) -> Checkpoint:
+    """The synthetic checkpoint of this layout and seed, opened; made on first use.
+
+    Raises UserError as cached_checkpoint and open_checkpoint do; where the cached one is damaged, it says what to delete.
+    """
+    folder = cached_checkpoint(spec, seed)
+    try:
+        return open_checkpoint(folder, spec)
+    except UserError as damage:
+        raise UserError(f"{damage}; delete {folder} to have it made again") from damage
 
 
 def _key(spec: ModelSpec, seed: int) -> str:

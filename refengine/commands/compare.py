@@ -15,7 +15,7 @@ from rich.table import Table
 
 from backends.base import Backend, Sizes, backend_class, backend_names
 from kernels_numba.machine import KernelError, SetupError
-from refengine.checkpoint import cached_checkpoint, load_weights, open_checkpoint, spec_of_folder
+from refengine.checkpoint import Checkpoint, load_weights, open_cached, open_checkpoint, spec_of_folder
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
@@ -57,11 +57,11 @@ def run(request: Request, json: Path | None) -> int:
     check(request)
     check_report(json)
     device = open_device(request.device)
-    spec, find_folder = find_model(request)
+    spec, checkpoint = find_model(request)
     prompt = prompt_of(request, spec)
     context = room(request, len(prompt), spec)
     built = build_all(spec, request, context, device)
-    weights = load_weights(open_checkpoint(find_folder(), spec), spec)
+    weights = load_weights(checkpoint(), spec)
     prompts = rotated(prompt, request.parallel)
     try:
         arms = run_all(built, Qwen35(spec, weights, device, context), device, prompts, request)
@@ -108,13 +108,14 @@ def check_backends(names: Sequence[str]) -> None:
             raise UserError(f"--backends {name}: named twice; nothing is proved by comparing it with itself")
 
 
-def find_model(request: Request) -> tuple[ModelSpec, Callable[[], Path]]:
-    """The layout, and the checkpoint folder when it is wanted: a registry name gets a synthetic one, made once."""
+def find_model(request: Request) -> tuple[ModelSpec, Callable[[], Checkpoint]]:
+    """The layout, and the checkpoint when it is wanted: a registry name gets a synthetic one, made once."""
     folder = Path(request.model)
     if folder.is_dir():
-        return spec_of_folder(folder), lambda: folder
+        spec = spec_of_folder(folder)
+        return spec, lambda: open_checkpoint(folder, spec)
     spec = load_model(request.model)
-    return spec, lambda: cached_checkpoint(spec, request.seed)
+    return spec, lambda: open_cached(spec, request.seed)
 
 
 def prompt_of(request: Request, spec: ModelSpec) -> list[int]:
