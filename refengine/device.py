@@ -53,7 +53,7 @@ def _gpu() -> Device | str:
     try:
         import cupy
     except ImportError:
-        return "cupy is not installed (pip install 'refengine[gpu]')"
+        return "cupy is not installed (.venv/bin/python -m pip install -e '.[gpu]')"
     try:
         properties = cupy.cuda.runtime.getDeviceProperties(0)
     except cupy.cuda.runtime.CUDARuntimeError:

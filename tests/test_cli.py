@@ -97,6 +97,14 @@ REFUSED = [
 ]
 
 
+def test_missing_cupy_names_the_readmes_command(refengine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    status, out, err = refengine("compare", "--device", "cuda")
+    command = re.search(r"cupy is not installed \((.*)\); use --device cpu$", err.strip())
+    assert (status, out) == (2, "") and command
+    assert f"\n    {command[1]}\n" in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
 def test_refusal_is_one_line(refengine, monkeypatch, tmp_path, arguments, named):
     """It names the flag or file, stdout stays empty, status 2, and nothing is written."""
@@ -264,10 +272,16 @@ def unchecked(refengine):
     return last_line(out)
 
 
+def test_one_page_is_unchecked(refengine):
+    """A page table of one entry is in order whatever the order of the pages."""
+    status, out, _ = refengine(*SMALL, "--page-size", "80")
+    assert status == 1 and last_line(out).startswith("UNCHECKED paged: used one page only; a prompt of more than 80 ")
+
+
 def test_table_in_order_is_unchecked(refengine, monkeypatch):
     """Pages handed out lowest first would hide a backend that ignores its table."""
     monkeypatch.setattr(paged, "page_order", lambda *_: None)
-    assert "paged: its page table is ascending" in unchecked(refengine)
+    assert "paged: its page tables are ascending; hand the pages out in" in unchecked(refengine)
 
 
 class Pretender(WindowBackend):
@@ -301,10 +315,11 @@ def test_stopped_kernel_is_unchecked(refengine, monkeypatch):
 @pytest.mark.parametrize(
     ("arm", "reason"),
     [
-        (Arm("paged", True, 48, ascending=True, lookups=9, straddles=9), "ascending"),
-        (Arm("paged", True, 48, ascending=False, lookups=0, straddles=9), "no page was looked up"),
-        (Arm("paged", True, 48, ascending=False, lookups=9, straddles=0), "no item lay in two pages"),
-        (Arm("paged-p256", True, 256, ascending=False, lookups=9, straddles=1), "none can"),
+        (Arm("paged", True, 48, [[3], [4]], lookups=9, straddles=9), "one page only; a prompt of more than 48 tokens"),
+        (Arm("paged", True, 48, [[0, 1], [4]], lookups=9, straddles=9), "ascending"),
+        (Arm("paged", True, 48, [[1, 0]], lookups=0, straddles=9), "no page was looked up"),
+        (Arm("paged", True, 48, [[1, 0]], lookups=9, straddles=0), "no item lay in two pages"),
+        (Arm("paged-p256", True, 256, [[1, 0]], lookups=9, straddles=1), "none can"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -316,10 +331,10 @@ def test_unexercised_arm_is_named(arm, reason):
 @pytest.mark.parametrize(
     "arm",
     [
-        Arm("paged", True, 48, ascending=False, lookups=1, straddles=1),
-        Arm("paged", True, 64, ascending=False, lookups=1),
-        Arm("paged-p256", True, 256, ascending=False, lookups=1),
-        Arm("window", False, 99, ascending=True),
+        Arm("paged", True, 48, [[1, 0]], lookups=1, straddles=1),
+        Arm("paged", True, 64, [[1, 0]], lookups=1),
+        Arm("paged-p256", True, 256, [[1, 0]], lookups=1),
+        Arm("window", False, 99),
     ],
     ids=["paged 48", "paged 64", "p256", "window"],
 )

@@ -3,6 +3,8 @@
 .venv/bin/python docs/examples/missing_barrier.py
 """
 
+from pathlib import Path
+
 import numpy as np
 
 from kernels_numba.machine import KernelError, checked, cuda, float32, kernel
@@ -29,7 +31,12 @@ def main() -> None:
                 reverse.at(barrier=barrier)[1, 64](out, x)
             print(f"checked, barrier={barrier}: sound")
         except KernelError as problem:
-            print(f"checked, barrier={barrier}: {problem}")
+            print(f"checked, barrier={barrier}: {from_here(problem)}")
+
+
+def from_here(problem: KernelError) -> str:
+    """The message, with the file's path as from this folder."""
+    return str(problem).replace(f"{Path.cwd()}/", "")
 
 
 if __name__ == "__main__":

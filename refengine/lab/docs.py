@@ -70,7 +70,7 @@ def output(name: str, command: list[str]) -> str:
         raise DocsError(
             f"{name}: exit status {done.returncode}: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
         )
-    return fenced("text", done.stdout.rstrip().replace(f"{ROOT}/", ""))
+    return fenced("text", done.stdout.rstrip())
 
 
 def claims(file: str) -> str:

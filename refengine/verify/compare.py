@@ -21,12 +21,15 @@ Progress = Callable[[], None]
 
 @dataclass(eq=False)
 class Arm:
-    """What one backend's run gave. attention: bf16 [W, H, D] for each pass and attention layer, in order."""
+    """What one backend's run gave.
+
+    tables: the pages of each stream, in order of position. attention: bf16 [W, H, D] for each pass and attention layer.
+    """
 
     name: str
     paged: bool
     page_size: int
-    ascending: bool
+    tables: list[list[int]] = field(default_factory=list)
     prompt_hashes: list[str] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
@@ -64,7 +67,7 @@ def run_arm(
 ) -> Arm:
     """Run the prompts and ``tokens`` generated tokens of each through a backend."""
     witness = Witness(backend)
-    arm = Arm(backend.name, backend.paged, backend.positions, ascending=True)
+    arm = Arm(backend.name, backend.paged, backend.positions)
     session = Session(model, witness, device, prompts, prompt_rows)  # type: ignore[arg-type]
     taps: list[tuple[int, np.ndarray]] = []
     began = time.perf_counter()
@@ -78,7 +81,7 @@ def run_arm(
     arm.prompt_hashes = [logits_hash(p.logits) for p in arm.passes if p.phase == PROMPT]
     arm.logits = list(in_stream_order(arm.passes, len(prompts)))
     arm.replies = session.replies
-    arm.ascending = all(sorted(s.pages) == s.pages for s in session.streams)
+    arm.tables = [list(s.pages) for s in session.streams]
     arm.kv_bytes = sum(backend.cache_bytes(s) for s in session.streams)
     arm.lookups, arm.straddles = witness.counters["lookups"], witness.counters["straddles"]
     for stream in session.streams:
@@ -123,11 +126,13 @@ def hexed(array: np.ndarray, at: tuple[int, ...]) -> str:
 
 
 def unexercised(arm: Arm) -> str | None:
-    """Why a paged arm proves nothing, if it does not: its pages in order, no lookup, no straddling item."""
+    """Why a paged arm proves nothing, if it does not: one page, pages in order, no lookup, no straddling item."""
     if not arm.paged:
         return None
-    if arm.ascending:
-        return f"{arm.name}: its page table is ascending; a longer prompt takes more pages of {arm.page_size}"
+    if all(len(pages) < 2 for pages in arm.tables):
+        return f"{arm.name}: used one page only; a prompt of more than {arm.page_size} tokens takes more"
+    if all(sorted(pages) == pages for pages in arm.tables):
+        return f"{arm.name}: its page tables are ascending; hand the pages out in the order that Sizes.shuffle asks for"
     if arm.lookups == 0:
         return f"{arm.name}: no page was looked up"
     if arm.page_size % 32 and arm.straddles == 0:
