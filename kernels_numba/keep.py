@@ -1,7 +1,8 @@
-"""Keep: the accepted rows of a window move from the window record into the cache, at the first positions after the
-committed ones.
+"""Keep: rows of a decode pass move from the window record into the cache, to the first positions after the committed
+ones.
 
-A row is copied as it stands, 16 bytes a thread, so a kept row's bits are what the window's own rows have seen. Spec
+The window record holds the keys and values of the pass's own rows, whatever the cache: contiguous or pages. A row is
+copied as it stands, 16 bytes a thread, so a kept row's bits are what the other rows of the pass have seen. Spec
 attention §2.
 """
 
@@ -19,7 +20,7 @@ def keep(
     arena: Any, pages: Any, streams: Any, paths: Any, last: Any, kept: Any, k_record: Any, v_record: Any,
     k_plane: int, v_plane: int, page_words: int, most: int, layout: Any, stream: Any = None,
 ) -> None:  # fmt: skip
-    """Keep ``kept`` rows of each stream in one layer's cache. keep_kernel documents the arrays; COMMITTED is the
+    """Keep ``kept`` rows of each stream's pass in one layer's cache. keep_kernel documents the arrays; COMMITTED is the
     caller's to raise.
 
     most: the largest of ``kept`` or more. stream: of the GPU.
@@ -34,12 +35,12 @@ def keep(
 def keep_kernel(
     arena, pages, streams, paths, last, kept, k_record, v_record, k_plane, v_plane, page_words, *, HK, D, layout
 ):
-    """A block copies the row that takes position COMMITTED + i: window row paths[last, i] of the stream, i < kept.
+    """A block copies the row that takes position COMMITTED + i: the stream's row paths[last, i] of the pass, i < kept.
 
     arena: uint32 [words], written. pages: int32 [entries]. streams: int64 [S, 6]. paths: int32 [W, 128]. last: int32
     [S], the row of the launch whose path is kept. kept: int32 [S], rows of the path, from its root; 0: nothing.
-    k_record, v_record: bf16 [W, HK, D]. k_plane, v_plane: word offsets of the layer's K and V in a page. page_words:
-    words a page. Launch: grid (S, most kept), 128 threads.
+    k_record, v_record: bf16 [W, HK, D], the window record. k_plane, v_plane: word offsets of the layer's K and
+    V in a page (a contiguous cache is one page). page_words: words a page. Launch: grid (S, most kept), 128 threads.
     """
     stream, i = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
     if i < kept[stream]:
