@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
+from itertools import takewhile
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ OPERATORS: dict[type, Callable] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
     ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
 }
 UNKNOWN = object()
 """The value of what is known only when the kernel runs."""
@@ -74,7 +76,11 @@ class CompileTime:
 
     def value_Subscript(self, node: ast.Subscript) -> Any:
         base, index = self.value(node.value), self.value(node.slice)
-        return base[index] if isinstance(base, tuple) and isinstance(index, int) else UNKNOWN
+        if not isinstance(base, tuple) or not isinstance(index, int):
+            return UNKNOWN
+        if not -len(base) <= index < len(base):
+            raise self.error(node, f"index {index} is outside a tuple of {len(base)}")
+        return base[index]
 
     def value_UnaryOp(self, node: ast.UnaryOp) -> Any:
         return self.folded(node, type(node.op), node.operand)
@@ -83,21 +89,33 @@ class CompileTime:
         return self.folded(node, type(node.op), node.left, node.right)
 
     def value_Compare(self, node: ast.Compare) -> Any:
-        left, verdict = node.left, True
+        left: ast.expr = node.left
+        verdict: Any = True
         for op, right in zip(node.ops, node.comparators):
-            one = self.folded(node, type(op), left, right)
-            if one is UNKNOWN:
-                return UNKNOWN
-            verdict, left = verdict and one, right
+            verdict, left = self.folded(node, type(op), left, right), right
+            if verdict is UNKNOWN or not verdict:
+                break
         return verdict
 
     def value_BoolOp(self, node: ast.BoolOp) -> Any:
-        """A constant operand may decide alone: what the other operands are then does not matter."""
+        """Python's value where the operands up to the one that decides are known.
+
+        A boolean that decides does so behind unknown operands too, unless a device function among them must run.
+        """
         decides = isinstance(node.op, ast.Or)
         values = [self.value(v) for v in node.values]
-        if any(v is not UNKNOWN and bool(v) is decides for v in values):
-            return decides
-        return UNKNOWN if UNKNOWN in values else not decides
+        for i, value in enumerate(values):
+            if value is UNKNOWN:
+                behind = zip(node.values[i:], values[i:])
+                free = takewhile(lambda operand: not self.runs(operand[0]), behind)
+                return decides if any(v is decides for _, v in free) else UNKNOWN
+            if bool(value) is decides:
+                return value
+        return values[-1]
+
+    def runs(self, node: ast.AST) -> bool:
+        """Whether evaluating an expression calls a device function."""
+        return any(isinstance(n, ast.Call) and hasattr(self.value(n.func), "program") for n in ast.walk(node))
 
     def value_IfExp(self, node: ast.IfExp) -> Any:
         test = self.value(node.test)
@@ -111,16 +129,40 @@ class CompileTime:
             return UNKNOWN
         args = [self.value(a) for a in node.args]
         kwargs = {k.arg: self.value(k.value) for k in node.keywords if k.arg is not None}
-        return UNKNOWN if UNKNOWN in [*args, *kwargs.values()] else fn(*args, **kwargs)
+        if any(a is UNKNOWN for a in (*args, *kwargs.values())):
+            return UNKNOWN
+        try:
+            return fn(*args, **kwargs)
+        except (ArithmeticError, TypeError, ValueError, LookupError) as reason:
+            raise self.error(node, f"compile-time call failed: {reason}") from reason
 
     def folded(self, node: ast.AST, op: type, *operands: ast.AST) -> Any:
         values = [self.value(o) for o in operands]
         if any(isinstance(v, (Special, Instruction, SimpleNamespace)) or hasattr(v, "program") for v in values):
             return UNKNOWN
-        plain = op in (ast.Is, ast.IsNot, ast.In, ast.Eq, ast.NotEq) or all(isinstance(v, FOLDED) for v in values)
-        if UNKNOWN in values or not plain or op not in OPERATORS:
+        plain = op in (ast.Is, ast.IsNot, ast.In, ast.NotIn, ast.Eq, ast.NotEq) or all(
+            isinstance(v, FOLDED) for v in values
+        )
+        if any(v is UNKNOWN for v in values) or not plain or op not in OPERATORS:
             return UNKNOWN
         try:
-            return OPERATORS[op](*values)
-        except (ArithmeticError, TypeError) as reason:
+            if grows(op, values):
+                raise OverflowError("the result leaves int64")
+            found = OPERATORS[op](*values)
+        except (ArithmeticError, TypeError, ValueError) as reason:
             raise self.error(node, f"compile-time arithmetic failed: {reason}") from None
+        if type(found) is int and not all(map(in_int64, [found] if op is ast.USub else [found, *values])):
+            raise self.error(node, "compile-time arithmetic failed: an operand or the result leaves int64")
+        return found
+
+
+def in_int64(value: Any) -> bool:
+    """Whether an int fits; what is no int does."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
+def grows(op: type, values: list[Any]) -> bool:
+    """Whether a power or a shift is too long to be worked out."""
+    if op not in (ast.Pow, ast.LShift) or not all(isinstance(v, int) for v in values):
+        return False
+    return values[1] > 64 and abs(values[0]) > (op is ast.Pow)

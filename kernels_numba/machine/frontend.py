@@ -12,6 +12,8 @@ import builtins
 import copy
 import inspect
 from collections.abc import Callable
+from itertools import count as count_up
+from itertools import dropwhile
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -74,7 +76,7 @@ class Binder(CompileTime, ast.NodeTransformer):
     """Replace what is known, fold, prune, and refuse what is not in the dialect."""
 
     def __init__(self, name: str, filename: str, tree: ast.FunctionDef, known: dict[str, Any], bound: set[str]):
-        self.name, self.filename, self.tree, self.known = name, filename, tree, known
+        self.name, self.filename, self.tree, self.known, self.bound = name, filename, tree, known, bound
         stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         self.local = (stored | {a.arg for a in tree.args.args}) - bound
         self.env: dict[str, Any] = {}
@@ -89,9 +91,28 @@ class Binder(CompileTime, ast.NodeTransformer):
         args.kwonlyargs, args.kw_defaults = [], []
         for a in args.args:
             a.annotation = None
+        self.check_names()
         self.tree.decorator_list, self.tree.returns = [], None
         self.tree.body = self.block(self.tree.body) or [ast.copy_location(ast.Pass(), self.tree)]
         ast.fix_missing_locations(self.tree)
+        self.check_reads()
+
+    def check_names(self) -> None:
+        """The kernel's variables are its own: no compile-time argument, none of the names that machines add."""
+        stored = [(n, n.id) for n in ast.walk(self.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        for node, name in [*((a, a.arg) for a in self.tree.args.args), *stored]:
+            if name in self.bound:
+                raise self.error(node, f"{name} is a compile-time argument: assign to a variable of another name")
+            if name.startswith("_") and name != "_":
+                raise self.error(node, f"{name}: a kernel's variables do not start with an underscore")
+
+    def check_reads(self) -> None:
+        """Every variable that is read has an assignment left after pruning."""
+        names = [n for n in ast.walk(self.tree) if isinstance(n, ast.Name)]
+        written = {n.id for n in names if isinstance(n.ctx, ast.Store)} | {a.arg for a in self.tree.args.args}
+        for node in names:
+            if node.id in self.local and node.id not in written:
+                raise self.error(node, f"{node.id} is read, but no branch that is left assigns it")
 
     # --- Statements -----------------------------------------------------------------------------------------------------
 
@@ -128,15 +149,16 @@ class Binder(CompileTime, ast.NodeTransformer):
             node.test = self.expression(node.test)
         else:
             self.check_range(node)
-            node.iter.args = [self.visit(a) for a in node.iter.args]  # type: ignore[attr-defined]
-            self.env["range"] = range
+            call = node.iter
+            assert isinstance(call, ast.Call)
+            call.func, call.args = self.named(call.func, range), [self.expression(a) for a in call.args]
         node.body = self.block(node.body) or [ast.copy_location(ast.Pass(), node)]
         return [node]
 
     def check_range(self, node: ast.For) -> None:
         call = node.iter
         good = isinstance(call, ast.Call) and self.value(call.func) is range and 1 <= len(call.args) <= 3
-        if not good or not isinstance(node.target, ast.Name):
+        if not good or call.keywords or not isinstance(node.target, ast.Name):  # type: ignore[attr-defined]
             raise self.error(node, "a for loop goes over range(...) with one variable")
 
     # --- Expressions ----------------------------------------------------------------------------------------------------
@@ -157,6 +179,8 @@ class Binder(CompileTime, ast.NodeTransformer):
         """The expression that stands for a compile-time value."""
         if hasattr(known, "item") and not isinstance(known, numba_types.Type):
             known = known.item()
+        if type(known) is int and not -(2**63) <= known < 2**64:
+            raise self.error(node, f"{known} is outside int64")
         if isinstance(known, FOLDED):
             return ast.copy_location(ast.Constant(known), node)
         if isinstance(known, tuple):
@@ -166,7 +190,7 @@ class Binder(CompileTime, ast.NodeTransformer):
     def named(self, node: ast.AST, known: Any) -> ast.expr:
         """An instruction, type, device function or part of ``cuda`` by a name of the program's own."""
         if isinstance(known, Special):
-            self.env["cuda"] = cuda
+            self.own(node, "cuda", cuda)
             return ast.copy_location(ast.parse(f"cuda.{known.name}", mode="eval").body, node)
         if isinstance(known, Instruction):
             name = known.name
@@ -176,8 +200,14 @@ class Binder(CompileTime, ast.NodeTransformer):
             name = known.__name__
         else:
             raise self.error(node, f"{ast.unparse(node)} is not in the kernel dialect")
-        self.env[name] = known
+        self.own(node, name, known)
         return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def own(self, node: ast.AST, name: str, meaning: Any) -> None:
+        """Give a name of the program its meaning."""
+        if name in self.local:
+            raise self.error(node, f"{name} is also a variable here: give the variable another name")
+        self.env[name] = meaning
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id not in self.local and isinstance(node.ctx, ast.Load):
@@ -194,8 +224,11 @@ class Binder(CompileTime, ast.NodeTransformer):
         return self.generic_visit(node) if test is UNKNOWN else self.visit(node.body if test else node.orelse)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        """Operands known not to decide are dropped."""
-        kept = [v for v in node.values if self.value(v) is UNKNOWN]
+        """Dropped are the constants in front, which do not decide, and booleans that do not."""
+        values = [(v, self.value(v)) for v in node.values]
+        rest = list(dropwhile(lambda operand: operand[1] is not UNKNOWN, values))
+        spare = isinstance(node.op, ast.And)
+        kept = [v for v, known in rest if known is not spare]
         if len(kept) == 1:
             return self.visit(kept[0])
         node.values = [self.visit(v) for v in kept]  # type: ignore[misc]
@@ -212,6 +245,8 @@ class Binder(CompileTime, ast.NodeTransformer):
         node.func = self.named(node.func, fn)  # type: ignore[assignment]
         if isinstance(fn, Instruction):
             self.check_operands(node, fn)
+        if isinstance(fn, Special) and fn.name.endswith("array"):
+            self.check_array(node)
         node.args = [self.visit(a) for a in node.args]  # type: ignore[misc]
         return node
 
@@ -222,6 +257,17 @@ class Binder(CompileTime, ast.NodeTransformer):
         for operand, argument in zip(wanted, node.args):
             if isinstance(operand, Const) and not isinstance(self.value(argument), int):
                 raise self.error(argument, f"{instruction.name}: {ast.unparse(argument)} must be known at compile time")
+
+    def check_array(self, node: ast.Call) -> None:
+        """``cuda.shared.array(shape, type)``: both known."""
+        if len(node.args) != 2:
+            raise self.error(node, f"{ast.unparse(node.func)} takes a shape and a type")
+        shape, kind = map(self.value, node.args)
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise self.error(node, f"the shape {ast.unparse(node.args[0])} must be known at compile time")
+        if not isinstance(kind, numba_types.Type):
+            raise self.error(node, f"{ast.unparse(node.args[1])} is not a type")
 
     def device_call(self, node: ast.Call, fn: Any) -> ast.AST:
         bound: dict[str, Any] = {}
@@ -241,8 +287,8 @@ class Binder(CompileTime, ast.NodeTransformer):
         for name, value in self.env.items():
             if value is program:
                 return name
-        taken = sum(name.startswith(f"{program.name}__") for name in self.env)
-        name = f"{program.name}__{taken}"
+        taken = {*self.env, *self.local}
+        name = next(n for i in count_up() if (n := f"{program.name}__{i}") not in taken)
         self.env[name] = program
         return name
 
