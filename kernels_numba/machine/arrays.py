@@ -21,12 +21,17 @@ def flat_index(shape: tuple[int, ...], index: Any) -> Value:
         index = (index,)
     if len(index) != len(shape):
         raise LaneTypeError(f"an array of {len(shape)} dimensions takes as many indices, not {len(index)}")
-    if any(i.dtype.kind not in "iu" for i in index):
-        raise LaneTypeError("an index is an integer")
-    out = cast_int64(index[0])
+    out = cast_int64(whole(index[0]))
     for size, i in zip(shape[1:], index[1:]):
-        out = add(mult(out, Int(size)), cast_int64(i))
+        out = add(mult(out, Int(size)), cast_int64(whole(i)))
     return out
+
+
+def whole(index: Value) -> Value:
+    """The index, which is an integer."""
+    if index.dtype.kind not in "iu":
+        raise LaneTypeError(f"an index is an integer, not {index.dtype}")
+    return index
 
 
 class GlobalArray:
@@ -76,11 +81,14 @@ class SharedArray:
 
 
 class LocalArray:
-    """A thread's own array of one or two dimensions; data: [*shape, lanes]; rows: its elements' lanes, as lists."""
+    """A thread's own array of one or two dimensions; data: [*shape, lanes]; rows: its elements' lanes, as lists.
 
-    def __init__(self, data: np.ndarray):
-        self.data, self.dtype = data, data.dtype
-        self.shape = data.shape[:-1]
+    site: where its function declares it; None for a row of another.
+    """
+
+    def __init__(self, data: np.ndarray, site: str | None = None):
+        self.data, self.dtype, self.site = data, data.dtype, site
+        self.shape = tuple(map(Int, data.shape[:-1]))
         self.rows = list(data) if data.ndim == 2 else [list(plane) for plane in data]
 
     def one_element(self, index: Any) -> bool:
@@ -110,7 +118,7 @@ class LocalArray:
 
     def store(self, launch: Any, mask: Mask, index: Any, value: Value) -> None:
         if mask is True and self.one_element(index):
-            self.data[index] = value
+            put(mask, self.data[index], value)
             return
         many = index if isinstance(index, tuple) else (index,)
         if len(many) != len(self.shape):
@@ -121,13 +129,11 @@ class LocalArray:
             self.data[tuple(a[active] for a in at)] = launch.full(value, self.dtype)[active]
             return
         self.check(many)
-        if mask is True:
-            self.data[index] = value
-        else:
-            np.copyto(self.data[index], value, where=mask, casting="unsafe")
+        put(mask, self.data[index], value)
 
     def check(self, many: tuple[Value, ...]) -> None:
         for axis, (i, size) in enumerate(zip(many, self.shape)):
+            whole(i)
             if not 0 <= i < size:
                 raise LaneError(0, int(i), int(size), f"local array (axis {axis})")
 
@@ -136,7 +142,7 @@ class LocalArray:
         active = launch.active(mask)
         out = []
         for axis, (i, size) in enumerate(zip(many, self.shape)):
-            i = launch.full(i)
+            i = launch.full(whole(i))
             bad = active & ((i < 0) | (i >= size))
             if bad.any():
                 lane = int(bad.argmax())
@@ -157,6 +163,8 @@ def peek(launch: Any, mask: Mask, array: Any, index: Any) -> Value:
 
 def put(mask: Mask, row: np.ndarray, value: Value) -> None:
     """Write one element of a local array; row: its lanes."""
+    if value.__class__ is Int:
+        value = value.astype(row.dtype)
     if mask is True:
         row[:] = value
     else:

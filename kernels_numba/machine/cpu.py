@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
 from numba.core.types import Type
 
-from . import arrays, emulate
+from . import arrays, choices, emulate
 from .arrays import GARBAGE, GlobalArray, LocalArray, SharedArray
 from .dialect import INSTRUCTIONS, Const, Global, Instruction, Same, Shared
 from .errors import KernelError
 from .frontend import Program
 from .lane_loops import LaneLoop
 from .lanes import CASTS, Int, LaneTypeError, Mask, Value, add, both, gt, lt, uniform
+from .liveness import names_read
 from .lockstep import translate
 
 cast_int64 = CASTS["int64"]
@@ -60,7 +62,7 @@ class Launch:
     def full(self, value: Value, dtype: Any = None) -> np.ndarray:
         """The value as a lane array of its own, converted to dtype."""
         if value.ndim == 0:
-            return np.full(self.size, value, dtype or value.dtype)
+            return np.full(self.size, value.astype(dtype or value.dtype))
         value = value if dtype is None or value.dtype == dtype else value.astype(dtype)
         return value if value.flags.c_contiguous else np.ascontiguousarray(value)
 
@@ -69,6 +71,10 @@ class Launch:
     def steps(self, mask: Mask, *bounds: Value) -> Iterator[tuple[Value, Mask]]:
         """``range(*bounds)``: each turn's variable and the lanes that take the turn."""
         start, stop, step = {1: (Int(0), *bounds, Int(1)), 2: (*bounds, Int(1)), 3: bounds}[len(bounds)]
+        if any(bound.dtype.kind not in "iu" for bound in bounds):
+            raise LaneTypeError("range takes integers")
+        if step.ndim == 0 and step == 0:
+            raise LaneTypeError("a range's step is not 0")
         if start.ndim == stop.ndim == step.ndim == 0:
             for i in range(int(start), int(stop), int(step)):
                 yield Int(i), mask
@@ -111,11 +117,12 @@ class Launch:
     def fresh_rows(self, nbytes: int) -> np.ndarray:
         return np.full((self.count_of_blocks, nbytes), GARBAGE, np.uint8)
 
-    def local_array(self, shape: Any, kind: str) -> LocalArray:
+    def local_array(self, shape: Any, kind: str, site: str) -> LocalArray:
+        """site: where the kernel declares it."""
         shape = tuple(map(int, shape)) if isinstance(shape, tuple) else (int(shape),)
-        dtype = np.dtype(kind)
+        dtype = np.dtype(kind.replace("boolean", "bool"))
         data = np.full((*shape, (self.size + PADDING) * dtype.itemsize), GARBAGE, np.uint8)
-        return LocalArray(data.view(dtype)[..., : self.size])
+        return LocalArray(data.view(dtype)[..., : self.size], site)
 
 
 # --- Instructions: the operands checked, then the emulation --------------------------------------------------------------
@@ -205,7 +212,11 @@ for _name, _instruction in INSTRUCTIONS.items():
 
 # --- Running a grid -----------------------------------------------------------------------------------------------------
 
-SUPPORT = {"load": arrays.load, "store": arrays.store, "peek": arrays.peek, "put": arrays.put}
+SUPPORT = {
+    "load": arrays.load, "store": arrays.store, "peek": arrays.peek, "put": arrays.put,
+    "merge": choices.merge, "select": choices.select, "redeclared": choices.redeclared,
+}  # fmt: skip
+"""What lock-step functions call besides the arithmetic of machine/lanes.py."""
 
 
 @cache
@@ -253,24 +264,40 @@ def run(
             with np.errstate(all="ignore"):
                 function(launch, True, *ready)
         except Exception as reason:
-            if not isinstance(reason, (LaneTypeError, TypeError, AttributeError, IndexError)) and not hasattr(
-                reason, "lane"
-            ):
+            if not isinstance(reason, STOPPED) and not hasattr(reason, "lane"):
                 raise
             raise KernelError(where(program, launch, reason)) from reason
 
 
+STOPPED = (LaneTypeError, ArithmeticError, TypeError, AttributeError, IndexError, ValueError)
+"""What a lock-step function raises where the kernel is at fault, besides errors that name a lane."""
+
+
 def where(program: Program, launch: Launch, reason: Exception) -> str:
     """Kernel, file, line, block and thread of an error in a lock-step function."""
-    file, line = program.filename, 0
+    file, line, frame = program.filename, 0, None
     trace = reason.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__lockstep__"):
-            file, line = trace.tb_frame.f_code.co_filename, trace.tb_lineno
+            frame, file, line = trace.tb_frame, trace.tb_frame.f_code.co_filename, trace.tb_lineno
         trace = trace.tb_next
     place = ""
     lane = getattr(reason, "lane", None)
     if lane is not None:
         block, thread = divmod(lane, launch.threads)
         place = f"block {tuple(int(b) for b in launch.blocks[block])}, thread {thread}: "
-    return f"{program.name}: {file}:{line}: {place}{reason}"
+    return f"{program.name}: {file}:{line}: {place}{in_words(reason, frame, line)}"
+
+
+def in_words(reason: Exception, frame: FrameType | None, line: int) -> str:
+    """What was wrong, as the kernel's author would say it. frame: of the lock-step function that stopped."""
+    if isinstance(reason, IndexError):
+        what = (
+            "an index is outside its local array" if "list" in str(reason) else "an index is outside a tuple or shape"
+        )
+        return f"{what}; checked mode names it"
+    if frame is None or "NoneType" not in str(reason):
+        return str(reason)
+    read = names_read(frame.f_globals["__lockstep__"].counted, line)
+    unset = [name for name in sorted(read) if frame.f_locals.get(name, 0) is None]
+    return f"{unset[0] if unset else 'a variable on this line'} is read before any thread has assigned it"

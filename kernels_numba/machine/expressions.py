@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from . import lanes
 from .dialect import Instruction
 from .frontend import Program, refuse
-from .syntax import call, load_name, locate, method
+from .syntax import call, function_call, load_name, locate, method, named
 
 BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mult", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
@@ -25,21 +26,25 @@ BINARY = {
 UNARY = {ast.USub: "usub", ast.UAdd: "uadd", ast.Invert: "invert", ast.Not: "logical_not"}
 INTEGER_CALLS = {"min": "int_min", "max": "int_max", "abs": "int_abs"}
 INT_OPERATORS = tuple(op for op in BINARY if op is not ast.Div and issubclass(op, ast.operator))
+DIVISIONS = (ast.FloorDiv, ast.Mod)
+MAY_STOP = (ast.Subscript, ast.Call)
+"""What may be wrong for a lane that Python would not let evaluate it; divisions as well."""
 
 
 class Expressions:
     """Translates the expressions of one Program; ``namespace`` collects the constants the code refers to.
 
     ranks: of each parameter that is a local array its dimensions, of others 0. Then elements of local arrays whose index is
-    sure to be the same for every lane are reached without a call: ``ints`` are the names that are sure to hold one int, in
-    ``ranks`` stand the names that are sure to hold a local array. None: every access is a call, for checked mode.
+    sure to be the same for every lane, and not negative, are reached without a call: ``ints`` are the names that here are
+    sure to hold one int, and whether it is sure not to be negative; in ``ranks`` stand the names that are sure to hold a local
+    array. None: every access is a call, for checked mode.
     """
 
     def __init__(self, program: Program, callee: Callable, ranks: tuple[int, ...] | None):
         self.program, self.callee = program, callee
         self.direct = ranks is not None
-        self.ranks = {p: rank for p, rank in zip(program.params, ranks or ()) if rank}
-        self.ints: set[str] = set()
+        self.ranks = {p: rank for p, rank in zip(program.params, ranks or ()) if rank and self.stores(p) == 1}
+        self.ints: dict[str, bool] = {}
         self.namespace: dict[str, Any] = {}
         self.names = 0
 
@@ -64,10 +69,11 @@ class Expressions:
         (target, *more), value = node.targets, node.value
         if not self.direct or more or not isinstance(target, ast.Name) or self.stores(target.id) != 1:
             return
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == "cuda.local.array":
+        if declares(value):
+            assert isinstance(value, ast.Call)
             self.ranks[target.id] = len(value.args[0].elts) if isinstance(value.args[0], ast.Tuple) else 1
         elif target.id not in waiting and self.sure(value) is not None:
-            self.ints.add(target.id)
+            self.ints[target.id] = self.natural(value)
 
     def stores(self, name: str) -> int:
         """How often the function assigns a name; a parameter counts."""
@@ -85,12 +91,21 @@ class Expressions:
             return None if left is None or right is None else ast.BinOp(left, node.op, right)
         return None
 
+    def natural(self, node: ast.expr) -> bool:
+        """Whether what is sure to be one int is also sure not to be negative."""
+        if isinstance(node, ast.Constant):
+            return isinstance(node.value, int) and node.value >= 0
+        if isinstance(node, ast.Name):
+            return self.ints[node.id]
+        assert isinstance(node, ast.BinOp)
+        return not isinstance(node.op, ast.Sub) and self.natural(node.left) and self.natural(node.right)
+
     def row(self, node: ast.Subscript) -> ast.expr | None:
-        """The lanes of one element of a local array, if both are sure."""
+        """The lanes of one element of a local array, if both are sure; Python would count a negative index from the end."""
         if not self.direct or not isinstance(node.value, ast.Name) or node.value.id not in self.ranks:
             return None
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        index = [found for part in parts if (found := self.sure(part)) is not None]
+        index = [found for part in parts if (found := self.sure(part)) is not None and self.natural(part)]
         if not len(index) == len(parts) == self.ranks[node.value.id]:
             return None
         lanes_of: ast.expr = ast.Attribute(load_name(node.value.id), "rows", ast.Load())
@@ -133,53 +148,75 @@ class Expressions:
         return ast.Tuple([self.expression(e, mask) for e in node.elts], ast.Load())
 
     def value_BinOp(self, node: ast.BinOp, mask: str) -> ast.expr:
-        if type(node.op) not in BINARY:
-            raise self.error(node, f"operator {type(node.op).__name__} is not in the kernel dialect")
-        return call(BINARY[type(node.op)], self.operand(node.left, mask), self.operand(node.right, mask))
+        left = self.operand(node.left, mask, node.right)
+        return self.operation(node, node.op, left, self.operand(node.right, mask), mask)
 
-    def operand(self, node: ast.expr, mask: str) -> ast.expr:
-        """An operand that is used up at once: an element of a local array need not be copied."""
-        if isinstance(node, ast.Subscript) and not self.is_shape(node):
+    def operation(self, node: ast.AST, op: ast.AST, left: ast.expr, right: ast.expr, mask: str) -> ast.expr:
+        """An operator of two operands; a division looks at which lanes divide."""
+        if type(op) not in BINARY:
+            raise self.error(node, f"operator {type(op).__name__} is not in the kernel dialect")
+        lanes_of = [load_name(mask)] if isinstance(op, DIVISIONS) else []
+        return call(BINARY[type(op)], *lanes_of, left, right)
+
+    def operand(self, node: ast.expr, mask: str, *later: ast.expr) -> ast.expr:
+        """An operand that is used up at once: an element of a local array need not be copied, unless a device function that
+        a later operand calls may write to it."""
+        if isinstance(node, ast.Subscript) and not self.is_shape(node) and not any(map(self.calls, later)):
             return locate(self.element("peek", node, mask), node)
         return self.expression(node, mask)
+
+    def calls(self, node: ast.AST) -> bool:
+        """Whether an expression calls a device function."""
+        called = [n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+        return any(isinstance(self.program.env[name], Program) for name in called)
 
     def value_UnaryOp(self, node: ast.UnaryOp, mask: str) -> ast.expr:
         return call(UNARY[type(node.op)], self.expression(node.operand, mask))
 
     def value_Compare(self, node: ast.Compare, mask: str) -> ast.expr:
-        left = self.expression(node.left, mask)
-        tests: list[ast.expr] = []
+        """Of a chain, as Python does it, a later operand is evaluated for the lanes for which the earlier ones held."""
+        left, out = self.expression(node.left, mask), None
         for op, right in zip(node.ops, node.comparators):
-            value = self.expression(right, mask)
-            if len(node.ops) > 1:
-                kept = self.fresh("c")
-                tests.append(call(BINARY[type(op)], left, ast.NamedExpr(ast.Name(kept, ast.Store()), value)))
-                left = load_name(kept)
+            kept = self.fresh("c") if right is not node.comparators[-1] else ""
+            test = partial(self.comparison, node, op, left, right, kept)
+            if out is None:
+                out = test(mask)
+            elif may_stop(right):
+                out, mask = self.short_circuit("logical_and", out, test, mask)
             else:
-                tests.append(call(BINARY[type(op)], left, value))
-        out = tests[0]
-        for test in tests[1:]:
-            out = call("logical_and", out, test)
+                out = call("logical_and", out, test(mask))
+            left = load_name(kept)
+        assert out is not None
         return out
+
+    def comparison(
+        self, node: ast.Compare, op: ast.cmpop, left: ast.expr, right: ast.expr, kept: str, mask: str
+    ) -> ast.expr:
+        """One link of a chain; kept: the name under which the next one finds the right side."""
+        value = self.expression(right, mask)
+        return self.operation(node, op, left, named(kept, value) if kept else value, mask)
 
     def value_BoolOp(self, node: ast.BoolOp, mask: str) -> ast.expr:
         """Python's short circuit: a later operand is evaluated for the lanes that still need it."""
+        function = "logical_or" if isinstance(node.op, ast.Or) else "logical_and"
         out = self.expression(node.values[0], mask)
         for later in node.values[1:]:
-            first, lanes_left = self.fresh("b"), self.fresh("m")
-            kept = ast.NamedExpr(ast.Name(first, ast.Store()), out)
-            need: ast.expr = load_name(first)
-            if isinstance(node.op, ast.Or):
-                need = call("logical_not", need)
-            narrowed = ast.NamedExpr(ast.Name(lanes_left, ast.Store()), call("both", load_name(mask), need))
-            function = "logical_or" if isinstance(node.op, ast.Or) else "logical_and"
-            value = ast.Tuple(
-                [kept, narrowed, self.lazily(lanes_left, self.expression(later, lanes_left), first)], ast.Load()
-            )
-            picked = ast.Subscript(value, ast.Constant(2), ast.Load())
-            out = call(function, picked, load_name(first))
-            mask = lanes_left if isinstance(node.op, ast.And) else mask
+            out, needed = self.short_circuit(function, out, partial(self.expression, later), mask)
+            mask = needed if isinstance(node.op, ast.And) else mask
         return out
+
+    def short_circuit(
+        self, function: str, first: ast.expr, later: Callable[[str], ast.expr], mask: str
+    ) -> tuple[ast.expr, str]:
+        """The first value combined with a later one, for which ``later`` gives the code under a mask; and that mask."""
+        kept, needed = self.fresh("b"), self.fresh("m")
+        need: ast.expr = load_name(kept)
+        if function == "logical_or":
+            need = call("logical_not", need)
+        narrowed = named(needed, call("both", load_name(mask), need))
+        parts: list[ast.expr] = [named(kept, first), narrowed, self.lazily(needed, later(needed), kept)]
+        value = ast.Subscript(ast.Tuple(parts, ast.Load()), ast.Constant(2), ast.Load())
+        return call(function, value, load_name(kept)), needed
 
     def lazily(self, mask: str, value: ast.expr, otherwise: str) -> ast.expr:
         """The value, not evaluated when no lane needs it."""
@@ -187,11 +224,9 @@ class Expressions:
 
     def value_IfExp(self, node: ast.IfExp, mask: str) -> ast.expr:
         condition, yes, no = self.fresh("q"), self.fresh("yes"), self.fresh("no")
-        kept = ast.NamedExpr(ast.Name(condition, ast.Store()), self.expression(node.test, mask))
-        yes_mask = ast.NamedExpr(ast.Name(yes, ast.Store()), call("both", load_name(mask), load_name(condition)))
-        no_mask = ast.NamedExpr(
-            ast.Name(no, ast.Store()), call("both", load_name(mask), call("logical_not", load_name(condition)))
-        )
+        kept = named(condition, self.expression(node.test, mask))
+        yes_mask = named(yes, call("both", load_name(mask), load_name(condition)))
+        no_mask = named(no, call("both", load_name(mask), call("logical_not", load_name(condition))))
         first = ast.Subscript(ast.Tuple([kept, yes_mask, no_mask], ast.Load()), ast.Constant(0), ast.Load())
         sides = [self.lazily(m, self.expression(e, m), m) for m, e in ((yes, node.body), (no, node.orelse))]
         return call("select", first, *sides)
@@ -201,10 +236,9 @@ class Expressions:
 
     def value_Subscript(self, node: ast.Subscript, mask: str) -> ast.expr:
         if self.is_shape(node):
-            assert isinstance(node.value, ast.Attribute) and isinstance(node.slice, ast.Constant)
-            return ast.Subscript(
-                ast.Attribute(self.expression(node.value.value, mask), "shape", ast.Load()), node.slice, ast.Load()
-            )
+            if not isinstance(node.slice, ast.Constant):
+                raise self.error(node, "an axis of a shape is known at compile time")
+            return ast.Subscript(self.expression(node.value, mask), node.slice, ast.Load())
         return self.element("load", node, mask)
 
     def element(self, how: str, node: ast.Subscript, mask: str) -> ast.expr:
@@ -215,7 +249,9 @@ class Expressions:
         return call(how, load_name("_x"), load_name(mask), array, index)
 
     def value_Attribute(self, node: ast.Attribute, mask: str) -> ast.expr:
-        """An index of the thread's place: ``cuda.threadIdx.x``."""
+        """An array's shape, or an index of the thread's place: ``cuda.threadIdx.x``."""
+        if node.attr == "shape":
+            return ast.Attribute(self.expression(node.value, mask), "shape", ast.Load())
         return ast.Attribute(load_name("_x"), ast.unparse(node).removeprefix("cuda.").replace(".", "_"), ast.Load())
 
     def value_Call(self, node: ast.Call, mask: str) -> ast.expr:
@@ -226,7 +262,7 @@ class Expressions:
         target = self.program.env[name]
         if isinstance(target, Program):
             self.namespace[name] = self.callee(target, *((tuple(map(self.rank, node.args)),) if self.direct else ()))
-            return call(name, load_name("_x"), load_name(mask), *[self.expression(a, mask) for a in node.args])
+            return function_call(name, load_name("_x"), load_name(mask), *[self.expression(a, mask) for a in node.args])
         if isinstance(target, Instruction):
             return self.instruction(node, target, mask)
         if name == "count":
@@ -236,12 +272,18 @@ class Expressions:
         return self.conversion(node, name, mask)
 
     def instruction(self, node: ast.Call, target: Instruction, mask: str) -> ast.expr:
-        fetch = self.operand if target.name == "mma" else self.expression
-        return method(f"do_{target.name}", load_name(mask), *[fetch(a, mask) for a in node.args])
+        """mma has ten operands, most of them elements of local arrays."""
+        if target.name == "mma":
+            args = [self.operand(a, mask, *node.args[i + 1 :]) for i, a in enumerate(node.args)]
+        else:
+            args = [self.expression(a, mask) for a in node.args]
+        return method(f"do_{target.name}", load_name(mask), *args)
 
     def conversion(self, node: ast.Call, name: str, mask: str) -> ast.expr:
         """``float32(x)``; of a literal, the constant itself."""
-        (argument,) = node.args
+        if len(node.args) != 1:
+            raise self.error(node, f"{name} converts one value")
+        argument = node.args[0]
         dtype = np.dtype(name.replace("boolean", "bool"))
         if isinstance(argument, ast.Constant):
             with np.errstate(all="ignore"):
@@ -252,5 +294,17 @@ class Expressions:
         name = ast.unparse(node.func).removeprefix("cuda.").replace(".", "_")
         if name in ("shared_array", "local_array"):
             shape, kind = node.args
-            return method(name, shape, ast.Constant(ast.unparse(kind)))
+            site = [ast.Constant(f"{node.lineno}:{node.col_offset}")] if name == "local_array" else []
+            return method(name, shape, ast.Constant(ast.unparse(kind)), *site)
         return method(name, load_name(mask))
+
+
+def declares(node: ast.expr) -> bool:
+    """Whether an expression declares a local array."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "cuda.local.array"
+
+
+def may_stop(node: ast.expr) -> bool:
+    """Whether an expression may be wrong for a lane that Python would not let evaluate it."""
+    parts = list(ast.walk(node))
+    return any(isinstance(n, MAY_STOP) or (isinstance(n, ast.BinOp) and isinstance(n.op, DIVISIONS)) for n in parts)

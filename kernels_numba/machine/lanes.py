@@ -18,14 +18,26 @@ from numba.core.registry import cpu_target
 
 Value = Any
 """A lane array [N], an Int or a NumPy scalar."""
+Mask = Any
+"""The lanes that take part: True (all), None (none), or a bool array [N]."""
 
 
 class LaneTypeError(Exception):
     """An operation that the dialect has no type for, or whose float64 result nobody asked for."""
 
 
+class DivisionByZero(Exception):
+    """An integer division or modulo by zero. lane: the first of the launch's lanes that does it."""
+
+    def __init__(self, lane: int):
+        super().__init__("integer division or modulo by zero")
+        self.lane = lane
+
+
+BOOL = np.dtype(np.bool_)
 FLOAT64 = np.dtype(np.float64)
 INT64 = np.dtype(np.int64)
+LEAST, MOST = -(2**63), 2**63 - 1
 
 
 class Int(int):
@@ -69,14 +81,23 @@ def _rule(op: Callable, dtypes: tuple[np.dtype, ...], compares: bool) -> tuple[t
 
 
 def binary(op: Callable, function: np.ufunc, compares: bool = False) -> Callable[[Value, Value], Value]:
-    """An operation of two operands; its type rules are cached by the operands' type numbers."""
+    """An operation of two operands; its type rules are cached by the operands' type numbers.
+
+    Two Ints are combined as Python's ints where 64 bits hold the result; else NumPy wraps it, as it wraps lane arrays.
+    """
     rules: dict[int, tuple[Any, Any]] = {}
-    own = np.bool_ if compares else Int
     ints = op is not operator.truediv
+    shifts = op in (operator.lshift, operator.rshift)
 
     def apply(a: Value, b: Value) -> Value:
         if a.__class__ is Int and b.__class__ is Int and ints:
-            return own(op(a, b))
+            if compares:
+                return np.bool_(op(a, b))
+            if not shifts or 0 <= b < 64:
+                found = op(a, b)
+                if LEAST <= found <= MOST:
+                    return Int(found)
+            return Int(function(np.int64(a), np.int64(b)))
         da, db = a.dtype, b.dtype
         key = da.num << 8 | db.num
         rule = rules.get(key)
@@ -93,13 +114,33 @@ def binary(op: Callable, function: np.ufunc, compares: bool = False) -> Callable
 
 
 def unary(op: Callable, function: np.ufunc) -> Callable[[Value], Value]:
-    """An operation of one operand."""
+    """An operation of one operand; its type rules are cached."""
+    rules: dict[int, np.dtype] = {}
 
     def apply(a: Value) -> Value:
         if a.__class__ is Int:
-            return Int(op(a))
-        (cast,), _ = _rule(op, (a.dtype,), False)
+            return Int(function(np.int64(a)))
+        cast = rules.get(a.dtype.num)
+        if cast is None:
+            (cast,), _ = _rule(op, (a.dtype,), False)
+            rules[a.dtype.num] = cast
         return function(a.astype(cast))
+
+    return apply
+
+
+def divided(divide: Callable[[Value, Value], Value]) -> Callable[[Mask, Value, Value], Value]:
+    """A division that no lane of the mask may do by an integer zero."""
+
+    def apply(mask: Mask, a: Value, b: Value) -> Value:
+        if b.ndim == 0:
+            if b == 0 and b.dtype.kind != "f":
+                raise DivisionByZero(0 if mask is True else int(mask.argmax()))
+        elif b.dtype.kind != "f":
+            bad = b == 0 if mask is True else mask & (b == 0)
+            if bad.any():
+                raise DivisionByZero(int(bad.argmax()))
+        return divide(a, b)
 
     return apply
 
@@ -130,8 +171,8 @@ add = binary(operator.add, np.add)
 sub = binary(operator.sub, np.subtract)
 mult = binary(operator.mul, np.multiply)
 div = binary(operator.truediv, np.true_divide)
-floordiv = binary(operator.floordiv, np.floor_divide)
-mod = binary(operator.mod, np.remainder)
+floordiv = divided(binary(operator.floordiv, np.floor_divide))
+mod = divided(binary(operator.mod, np.remainder))
 lshift = binary(operator.lshift, np.left_shift)
 rshift = binary(operator.rshift, np.right_shift)
 bitand = binary(operator.and_, np.bitwise_and)
@@ -161,12 +202,20 @@ def logical_not(a: Value) -> Value:
     return np.logical_not(a)
 
 
-def logical_and(a: Value, b: Value) -> Value:
-    return np.logical_and(a, b)
+def logical(name: str, function: np.ufunc) -> Callable[[Value, Value], Value]:
+    """``and``, ``or``: of booleans only, for Python's give one of their operands, of whatever type."""
+
+    def apply(a: Value, b: Value) -> Value:
+        for operand in (a, b):
+            if operand.dtype is not BOOL:
+                raise LaneTypeError(f"{name} takes booleans, not {operand.dtype}: write x != 0")
+        return function(a, b)
+
+    return apply
 
 
-def logical_or(a: Value, b: Value) -> Value:
-    return np.logical_or(a, b)
+logical_and = logical("and", np.logical_and)
+logical_or = logical("or", np.logical_or)
 
 
 def caster(dtype: np.dtype) -> Callable[[Value], Value]:
@@ -184,9 +233,7 @@ CASTS: dict[str, Callable[[Value], Value]] = {
 }
 
 
-# --- Masks: True (every lane), None (no lane), or a bool array -----------------------------------------------------------
-
-Mask = Any
+# --- Masks ---------------------------------------------------------------------------------------------------------------
 
 
 def both(mask: Mask, condition: Value) -> Mask:
@@ -195,6 +242,8 @@ def both(mask: Mask, condition: Value) -> Mask:
         return None
     if condition.ndim == 0:
         return mask if condition else None
+    if condition.dtype is not BOOL:
+        condition = condition.astype(BOOL)
     lanes = condition if mask is True else mask & condition
     if lanes.all():
         return True
@@ -226,31 +275,3 @@ def without(mask: Mask, *gone: Mask) -> Mask:
         if not mask.any():
             return None
     return mask
-
-
-def merge(mask: Mask, new: Any, old: Any) -> Any:
-    """A variable after ``name = new`` under a mask: lanes outside keep the old value."""
-    if mask is True or old is None:
-        return new
-    if isinstance(new, tuple):
-        return tuple(merge(mask, n, o) for n, o in zip(new, old))
-    if not hasattr(new, "astype"):
-        return new
-    if new.dtype != old.dtype:
-        wide = common_type(new.dtype, old.dtype)
-        new, old = new.astype(wide), old.astype(wide)
-    merged: Any = np.where(mask, new, old)
-    return merged.astype(new.dtype, copy=False)
-
-
-def select(condition: Value, yes: Value, no: Value) -> Value:
-    """``yes if condition else no``; a side is None where no lane takes it."""
-    if yes is None or no is None:
-        return no if yes is None else yes
-    if yes.dtype != no.dtype:
-        wide = common_type(yes.dtype, no.dtype)
-        yes, no = yes.astype(wide), no.astype(wide)
-    if condition.ndim == 0:
-        return yes if condition else no
-    chosen: Any = np.where(condition, yes, no)
-    return chosen.astype(yes.dtype, copy=False)

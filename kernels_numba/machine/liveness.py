@@ -81,3 +81,14 @@ def loop_head(node: ast.For | ast.While, after: Names) -> Names:
 def jumps_back(node: ast.For | ast.While) -> bool:
     """Whether a lane may wait at the loop's next turn."""
     return any(isinstance(n, ast.Continue) for n in ast.walk(node))
+
+
+def names_read(tree: ast.AST, line: int) -> Names:
+    """The names that the smallest statement on a line reads, its blocks left out."""
+    there = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
+    if not there:
+        return NONE
+    smallest = min(there, key=lambda n: (n.end_lineno or n.lineno) - n.lineno)
+    parts = [loaded(n) for n in ast.iter_child_nodes(smallest) if not isinstance(n, ast.stmt)]
+    read = smallest.target if isinstance(smallest, ast.AugAssign) else None
+    return NONE.union(*parts, assigned(read) if read is not None else NONE)

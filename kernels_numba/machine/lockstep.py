@@ -4,11 +4,14 @@
 the mask of the lanes that take part (True: all; None: none; else a bool array). Statements keep the line numbers of the
 kernel's file, so a debugger or a traceback stands in the kernel itself. The forms it writes:
 
-    name = E                    name = merge(_m, E, name)
-    a[i] = E                    store(_x, _m, a, i, E)
-    if C: A else: B             _t, _f = split(_m, C); if _t is not None: A under _t; if _f is not None: B under _f
+    name = E                    name = _merge(_t, E, name, _m, _gone), where lanes outside _t may still read it
+    a[i] = E                    _store(_x, _m, a, i, E)
+    if C: A else: B             _t, _f = _split(_m, C); if _t is not None: A under _t; if _f is not None: B under _f
     for i in range(a, b, c)     for i, _l in _x.steps(_m, a, b, c): body under _l
     return, break, continue     the lanes join a "gone" mask, which the statements after them run without
+
+Whatever it adds has a name that starts with an underscore, as no kernel's name does: helpers like ``_merge`` stand in
+machine/lanes.py, arrays.py and choices.py without it.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import lanes
-from .expressions import BINARY, Expressions
+from .expressions import Expressions, declares
 from .frontend import Program
 from .liveness import NONE, Exits, Names, jumps_back, live_before, loop_head
-from .syntax import assign, call, load_name, locate, method, some_lane
+from .syntax import assign, call, helper, load_name, locate, method, some_lane
 
 JUMPS = (ast.Return, ast.Break, ast.Continue)
 
@@ -116,35 +119,41 @@ class Translator(Expressions):
     def do_Assign(self, node: ast.Assign, scope: Scope) -> list[ast.stmt]:
         value = self.expression(node.value, scope.mask)
         self.note(node, scope.waiting)
-        if len(node.targets) == 1:
-            return self.store(node.targets[0], value, scope)
+        if len(node.targets) == 1 and not self.late(node):
+            how = "redeclared" if declares(node.value) else "merge"
+            return self.store(node.targets[0], value, scope, how)
         kept = self.fresh("v")
         out: list[ast.stmt] = [assign(kept, value)]
         for target in node.targets:
             out += self.store(target, load_name(kept), scope)
         return out
 
+    def late(self, node: ast.Assign) -> bool:
+        """Whether a device function called by the value may change where the target points to."""
+        return isinstance(node.targets[0], ast.Subscript) and self.calls(node.value)
+
     def do_AugAssign(self, node: ast.AugAssign, scope: Scope) -> list[ast.stmt]:
         target, mask = node.target, scope.mask
         if isinstance(target, ast.Name):
             old: ast.expr = load_name(target.id)
-            return self.store(target, call(BINARY[type(node.op)], old, self.expression(node.value, mask)), scope)
+            return self.store(
+                target, self.operation(node, node.op, old, self.expression(node.value, mask), mask), scope
+            )
         assert isinstance(target, ast.Subscript)
-        index = self.fresh("i")
-        old = call("load", load_name("_x"), load_name(mask), self.expression(target.value, mask), load_name(index))
-        new = call(BINARY[type(node.op)], old, self.expression(node.value, mask))
-        put = call(
-            "store", load_name("_x"), load_name(mask), self.expression(target.value, mask), load_name(index), new
-        )
-        return [assign(index, self.expression(target.slice, mask)), ast.Expr(put)]
+        array, index = self.fresh("a"), self.fresh("i")
+        place = [load_name("_x"), load_name(mask), load_name(array), load_name(index)]
+        new = self.operation(node, node.op, call("load", *place), self.expression(node.value, mask), mask)
+        return [
+            assign(array, self.expression(target.value, mask)),
+            assign(index, self.expression(target.slice, mask)),
+            ast.Expr(call("store", *place, new)),
+        ]
 
-    def store(self, target: ast.expr, value: ast.expr, scope: Scope) -> list[ast.stmt]:
+    def store(self, target: ast.expr, value: ast.expr, scope: Scope, how: str = "merge") -> list[ast.stmt]:
         """An assignment; a name keeps its old value in lanes outside only where one of them may read it."""
         mask = scope.mask
         if isinstance(target, ast.Name):
-            if target.id not in scope.waiting:
-                return [assign(target.id, value)]
-            return [assign(target.id, call("merge", load_name(mask), value, load_name(target.id)))]
+            return [assign(target.id, self.kept(target.id, value, mask, how) if target.id in scope.waiting else value)]
         if isinstance(target, ast.Tuple):
             names = [self.fresh("t") for _ in target.elts]
             unpack = ast.Assign([ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())], value)
@@ -155,6 +164,10 @@ class Translator(Expressions):
             return [ast.Expr(call("put", load_name(mask), row, value))]
         array, index = self.expression(target.value, mask), self.expression(target.slice, mask)
         return [ast.Expr(call("store", load_name("_x"), load_name(mask), array, index, value))]
+
+    def kept(self, name: str, value: ast.expr, mask: str, how: str = "merge") -> ast.expr:
+        """The variable's value, where lanes outside the mask keep the old one."""
+        return call(how, load_name(mask), value, load_name(name), load_name("_m"), load_name("_gone"))
 
     def do_If(self, node: ast.If, scope: Scope) -> list[ast.stmt]:
         """The lanes of the other side wait at its start while this side runs, then behind it."""
@@ -177,13 +190,25 @@ class Translator(Expressions):
             raise self.error(node, f"{node.target.id} is read behind its loop: copy it to a variable of its own there")
         loop, turn = self.enter(), self.fresh("turn")
         bounds = [self.expression(a, scope.mask) for a in node.iter.args]
-        if all(self.sure(a) is not None for a in node.iter.args):
-            self.ints.add(node.target.id)
+        self.count_up(node)
         pair = ast.Tuple([ast.Name(node.target.id, ast.Store()), ast.Name(turn, ast.Store())], ast.Store())
         body = self.turn(node, loop, turn, scope)
         steps = method("steps", load_name(scope.mask), *bounds)
         self.loops.pop()
+        self.ints.pop(node.target.id, None)
         return [assign(loop.broke, ast.Constant(None)), ast.For(pair, steps, body, [])]
+
+    def count_up(self, node: ast.For) -> None:
+        """Note a loop's variable that in its body is sure to be one int."""
+        assert isinstance(node.iter, ast.Call) and isinstance(node.target, ast.Name)
+        name, args = node.target.id, node.iter.args
+        self.ints.pop(name, None)
+        written = [
+            n for s in node.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        ]
+        if all(self.sure(a) is not None for a in args) and all(n.id != name for n in written):
+            start_and_step = [*args[:-1][:1], *args[2:]]
+            self.ints[name] = all(map(self.natural, start_and_step))
 
     def do_While(self, node: ast.While, scope: Scope) -> list[ast.stmt]:
         """A lane that has left does not come back: what its condition reads may be gone by then."""
@@ -229,7 +254,7 @@ class Translator(Expressions):
         out: list[ast.stmt] = [assign("_gone", call("union", load_name("_gone"), load_name(scope.mask)))]
         if node.value is not None:
             value = self.expression(node.value, scope.mask)
-            out.insert(0, assign("_result", call("merge", load_name(scope.mask), value, load_name("_result"))))
+            out.insert(0, assign("_result", self.kept("_result", value, scope.mask)))
         return out
 
 
@@ -256,7 +281,9 @@ def translate(
     translator = Translator(program, callee, ranks)
     module = ast.Module([translator.function()], [])
     casts = {f"cast_{name}": cast for name, cast in lanes.CASTS.items()}
-    namespace = {**vars(lanes), **casts, **support, "__lockstep__": program}
-    namespace.update(translator.namespace)
-    exec(compile(ast.fix_missing_locations(module), program.filename, "exec"), namespace)
-    return namespace[program.tree.name]
+    helpers = {**vars(lanes), **casts, **support}
+    namespace = {helper(name): value for name, value in helpers.items() if callable(value)}
+    namespace |= {**translator.namespace, "__lockstep__": program}
+    made: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(module), program.filename, "exec"), namespace, made)
+    return made[program.tree.name]

@@ -10,8 +10,24 @@ def load_name(name: str) -> ast.Name:
     return ast.Name(name, ast.Load())
 
 
-def call(function: str, *args: ast.expr) -> ast.Call:
+def helper(name: str) -> str:
+    """A helper function's name in the generated code: no kernel has a name that starts with an underscore."""
+    return f"_{name}"
+
+
+def call(name: str, *args: ast.expr) -> ast.Call:
+    """A call of a helper."""
+    return ast.Call(load_name(helper(name)), list(args), [])
+
+
+def function_call(function: str, *args: ast.expr) -> ast.Call:
+    """A call of a device function, under the kernel's own name for it."""
     return ast.Call(load_name(function), list(args), [])
+
+
+def named(name: str, value: ast.expr) -> ast.NamedExpr:
+    """``(name := value)``."""
+    return ast.NamedExpr(ast.Name(name, ast.Store()), value)
 
 
 def method(name: str, *args: ast.expr) -> ast.Call:
