@@ -17,18 +17,18 @@ Held = Any
 """What a variable holds: a Value, an array, a tuple of these; None before any lane has assigned it."""
 
 
-def merge(mask: Mask, new: Held, old: Held, everyone: Mask, gone: Mask) -> Held:
+def merge(mask: Mask, new: Held, old: Held, readers: Mask, gone: Mask) -> Held:
     """A variable after ``name = new`` under a mask: lanes outside keep the old value.
 
-    everyone: the lanes that entered the function's statement; gone: those that have returned since.
+    readers: the lanes that may read it later, but for those that are gone.
     Raises LaneTypeError when the variable holds an array and a lane outside the mask would keep another one.
     """
-    if mask is True or mask is everyone or old is None:
+    if mask is True or mask is readers or old is None:
         return new
     if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
-        return tuple(merge(mask, n, o, everyone, gone) for n, o in zip(new, old))
+        return tuple(merge(mask, n, o, readers, gone) for n, o in zip(new, old))
     if new is None or not numbers(new, old):
-        if without(everyone, mask, gone) is None:
+        if without(readers, mask, gone) is None:
             return new
         return one_array(new, old)
     return picked(mask, *alike(new, old))
@@ -45,12 +45,12 @@ def select(condition: Value, yes: Held, no: Held) -> Held:
     return picked(condition, *alike(yes, no))
 
 
-def redeclared(mask: Mask, new: LocalArray, old: Held, everyone: Mask, gone: Mask) -> Held:
+def redeclared(mask: Mask, new: LocalArray, old: Held, readers: Mask, gone: Mask) -> Held:
     """A variable after its ``cuda.local.array`` under a mask: lanes that declare it again lose what it held, others do not."""
     if isinstance(old, LocalArray) and old.site == new.site and mask is not True:
         np.copyto(old.data, new.data, where=mask)
         return old
-    return merge(mask, new, old, everyone, gone)
+    return merge(mask, new, old, readers, gone)
 
 
 def numbers(*held: Held) -> bool:

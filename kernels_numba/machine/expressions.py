@@ -153,10 +153,14 @@ class Expressions:
 
     def operation(self, node: ast.AST, op: ast.AST, left: ast.expr, right: ast.expr, mask: str) -> ast.expr:
         """An operator of two operands; a division looks at which lanes divide."""
+        lanes_of = [load_name(mask)] if isinstance(op, DIVISIONS) else []
+        return call(self.operator(node, op), *lanes_of, left, right)
+
+    def operator(self, node: ast.AST, op: ast.AST) -> str:
+        """The helper that does what an operator says."""
         if type(op) not in BINARY:
             raise self.error(node, f"operator {type(op).__name__} is not in the kernel dialect")
-        lanes_of = [load_name(mask)] if isinstance(op, DIVISIONS) else []
-        return call(BINARY[type(op)], *lanes_of, left, right)
+        return BINARY[type(op)]
 
     def operand(self, node: ast.expr, mask: str, *later: ast.expr) -> ast.expr:
         """An operand that is used up at once: an element of a local array need not be copied, unless a device function that
@@ -175,13 +179,16 @@ class Expressions:
 
     def value_Compare(self, node: ast.Compare, mask: str) -> ast.expr:
         """Of a chain, as Python does it, a later operand is evaluated for the lanes for which the earlier ones held."""
-        left, out = self.expression(node.left, mask), None
+        for op in node.ops:
+            self.operator(node, op)
+        left, out, lazy = self.expression(node.left, mask), None, False
         for op, right in zip(node.ops, node.comparators):
             kept = self.fresh("c") if right is not node.comparators[-1] else ""
             test = partial(self.comparison, node, op, left, right, kept)
+            lazy = lazy or may_stop(right)
             if out is None:
-                out = test(mask)
-            elif may_stop(right):
+                out, lazy = test(mask), False
+            elif lazy:
                 out, mask = self.short_circuit("logical_and", out, test, mask)
             else:
                 out = call("logical_and", out, test(mask))

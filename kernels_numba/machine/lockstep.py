@@ -254,7 +254,10 @@ class Translator(Expressions):
         out: list[ast.stmt] = [assign("_gone", call("union", load_name("_gone"), load_name(scope.mask)))]
         if node.value is not None:
             value = self.expression(node.value, scope.mask)
-            out.insert(0, assign("_result", self.kept("_result", value, scope.mask)))
+            readers = [load_name("_gone"), ast.Constant(None)]
+            out.insert(
+                0, assign("_result", call("merge", load_name(scope.mask), value, load_name("_result"), *readers))
+            )
         return out
 
 
