@@ -8,7 +8,7 @@ kernel, file, line, block and thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -49,6 +49,8 @@ class Launch:
         self.blockIdx_x, self.blockIdx_y, self.blockIdx_z = (self.spread(blocks[:, axis]) for axis in range(3))
         self.blockDim_x, self.blockDim_y, self.blockDim_z = np.int32(threads), np.int32(1), np.int32(1)
         self.gridDim_x, self.gridDim_y, self.gridDim_z = map(np.int32, grid)
+        self.path: tuple[str, ...] = ()
+        self.shared: dict[tuple[str, ...], SharedArray] = {}
 
     def spread(self, numbers: np.ndarray) -> Value:
         """A number a block as a lane array; a scalar where all blocks have the same."""
@@ -99,20 +101,31 @@ class Launch:
     def global_array(self, name: str, data: np.ndarray) -> GlobalArray:
         return GlobalArray(name, data)
 
-    def shared_array(self, shape: Any, kind: str) -> SharedArray:
-        """Shape 0: the launch's dynamic shared memory, the same words at each call."""
-        shape = tuple(map(int, shape)) if isinstance(shape, tuple) else (int(shape),)
-        dtype = np.dtype(kind)
+    def called(self, place: str, function: Callable, mask: Mask, *args: Any) -> Any:
+        """Call a device function that has shared arrays: each place of a kernel that calls it has arrays of its own."""
+        self.path += (place,)
+        result = function(self, mask, *args)
+        self.path = self.path[:-1]
+        return result
+
+    def shared_array(self, place: str, shape: Any, kind: str) -> SharedArray:
+        """The array that this place of the kernel declares: the same one, contents kept, each time a thread comes by."""
+        where = (*self.path, place)
+        if where not in self.shared:
+            shape = tuple(map(int, shape)) if isinstance(shape, tuple) else (int(shape),)
+            self.shared[where] = self.new_shared_array(shape, np.dtype(kind))
+        return self.shared[where]
+
+    def new_shared_array(self, shape: tuple[int, ...], dtype: np.dtype) -> SharedArray:
+        """Shape 0: the launch's dynamic shared memory, as much of it as whole elements fill."""
         if shape == (0,):
-            rows = self.dynamic_shared.view(dtype)
-            return SharedArray(rows, (rows.shape[1],))
+            elements = self.shared_bytes // dtype.itemsize
+            return SharedArray(self.dynamic_shared[:, : elements * dtype.itemsize].view(dtype), (elements,))
         return SharedArray(self.fresh_rows(int(np.prod(shape)) * dtype.itemsize).view(dtype), shape)
 
-    @property
+    @cached_property
     def dynamic_shared(self) -> np.ndarray:
-        if not hasattr(self, "_dynamic"):
-            self._dynamic = self.fresh_rows(self.shared_bytes)
-        return self._dynamic
+        return self.fresh_rows(self.shared_bytes)
 
     def fresh_rows(self, nbytes: int) -> np.ndarray:
         return np.full((self.count_of_blocks, nbytes), GARBAGE, np.uint8)

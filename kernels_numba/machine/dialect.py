@@ -134,7 +134,8 @@ def ldmatrix4_trans(memory: Shared(), word: int64) -> (uint32, uint32, uint32, u
 def cp_async16(memory: Shared(), word: int64, source: Global(), source_word: int64, nbytes: int32):
     """Start a copy of 16 bytes from ``source[source_word:]`` to ``memory[word:]``; nbytes 0 reads nothing, fills zeros.
 
-    Both words are multiples of 4. The data may be read after cp_wait by the lane that copied, after a barrier by others.
+    Both words are multiples of 4. Until cp_wait no lane may touch the destination; then the lane that copied may, the
+    lanes of its warp after a syncwarp that follows the wait, all others after a syncthreads that does.
     """
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from . import lanes
 from .dialect import Instruction
 from .frontend import Program, refuse
+from .shared_memory import declares_shared
 from .syntax import call, function_call, load_name, locate, method, named
 
 BINARY = {
@@ -269,7 +270,10 @@ class Expressions:
         target = self.program.env[name]
         if isinstance(target, Program):
             self.namespace[name] = self.callee(target, *((tuple(map(self.rank, node.args)),) if self.direct else ()))
-            return function_call(name, load_name("_x"), load_name(mask), *[self.expression(a, mask) for a in node.args])
+            args = [self.expression(a, mask) for a in node.args]
+            if declares_shared(target):
+                return method("called", ast.Constant(self.fresh("at")), load_name(name), load_name(mask), *args)
+            return function_call(name, load_name("_x"), load_name(mask), *args)
         if isinstance(target, Instruction):
             return self.instruction(node, target, mask)
         if name == "count":
@@ -301,8 +305,10 @@ class Expressions:
         name = ast.unparse(node.func).removeprefix("cuda.").replace(".", "_")
         if name in ("shared_array", "local_array"):
             shape, kind = node.args
-            site = [ast.Constant(f"{node.lineno}:{node.col_offset}")] if name == "local_array" else []
-            return method(name, shape, ast.Constant(ast.unparse(kind)), *site)
+            dtype = ast.Constant(ast.unparse(kind).replace("boolean", "bool"))
+            if name == "shared_array":
+                return method(name, ast.Constant(self.fresh("at")), shape, dtype)
+            return method(name, shape, dtype, ast.Constant(f"{node.lineno}:{node.col_offset}"))
         return method(name, load_name(mask))
 
 

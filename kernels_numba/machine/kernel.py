@@ -11,6 +11,7 @@ import numpy as np
 from . import cpu, modes
 from .errors import KernelError
 from .frontend import Program, specialise
+from .shared_memory import check_static
 
 MAX_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -48,7 +49,8 @@ class Kernel:
     def at(self, **bound: Any) -> BoundKernel:
         """The kernel with its compile-time arguments bound.
 
-        Raises KernelError when an argument is missing or unknown, or the source is outside the dialect.
+        Raises KernelError when an argument is missing or unknown, the source is outside the dialect, or its static
+        shared arrays are more than a block can have.
         """
         key = tuple(sorted(bound.items()))
         if key not in self.bound:
@@ -64,11 +66,12 @@ class BoundKernel:
 
     def __init__(self, program: Program, bound: dict[str, Any]):
         self.program, self.bound, self.__name__ = program, bound, program.name
+        self.static_bytes = check_static(program)
 
     def __getitem__(self, launch: tuple) -> Callable[..., None]:
         grid, block, stream, shared_bytes = (*launch, None, 0) if len(launch) == 2 else (*launch, 0)[:4]
         grid3, threads = dim3(grid), block_threads(block, self.__name__)
-        check_limits(self.__name__, grid3, threads, int(shared_bytes))
+        check_limits(self.__name__, grid3, threads, int(shared_bytes), self.static_bytes)
         return lambda *args: self.launch(grid3, threads, stream, int(shared_bytes), args)
 
     def launch(self, grid: cpu.Dim3, threads: int, stream: Any, shared_bytes: int, args: tuple) -> None:
@@ -121,8 +124,8 @@ def block_threads(block: Any, name: str) -> int:
     return threads
 
 
-def check_limits(name: str, grid: cpu.Dim3, threads: int, shared_bytes: int) -> None:
-    """The limits that a GPU has, on both machines."""
+def check_limits(name: str, grid: cpu.Dim3, threads: int, shared_bytes: int, static: int) -> None:
+    """The limits that a GPU has, on both machines. static: bytes of the kernel's static shared arrays."""
     if not 0 < threads <= MAX_THREADS or threads % 32:
         raise KernelError(f"{name}: {threads} threads a block: use a multiple of 32, at most {MAX_THREADS}")
     for axis, n, most in zip("xyz", grid, MAX_GRID):
@@ -130,6 +133,9 @@ def check_limits(name: str, grid: cpu.Dim3, threads: int, shared_bytes: int) -> 
             raise KernelError(f"{name}: grid.{axis} = {n}: at most {most}")
     if not 0 <= shared_bytes <= MAX_SHARED_BYTES or shared_bytes % 4:
         raise KernelError(f"{name}: {shared_bytes} bytes of shared memory: a multiple of 4, at most {MAX_SHARED_BYTES}")
+    if shared_bytes + static > MAX_SHARED_BYTES:
+        sizes = f"{shared_bytes} bytes of shared memory and {static} of static arrays"
+        raise KernelError(f"{name}: {sizes}: together at most {MAX_SHARED_BYTES}")
 
 
 def argument(kernel_name: str, name: str, value: Any) -> Any:
