@@ -16,7 +16,6 @@ from kernels_numba.machine import (
     cuda,
     device,
     float32,
-    int32,
     int64,
     kernel,
     lanes,
@@ -499,7 +498,7 @@ def looped(out, *, D):
 
 @kernel
 def unpacked(out, *, D):
-    a, D = 1, 2
+    a, D = 1, 2  # noqa: F841
     out[0] = a
 
 
@@ -521,8 +520,8 @@ def test_an_assignment_to_a_compile_time_argument_is_refused(broken, at):
 
 @kernel
 def underscored(out):
-    _t = int64(cuda.threadIdx.x)
-    out[_t] = 1
+    __t = int64(cuda.threadIdx.x)
+    out[__t] = 1
 
 
 @kernel
@@ -534,9 +533,9 @@ def not_needed(out):
     out[t] = b
 
 
-def test_names_with_an_underscore_are_the_machines(mode):
-    text = refusal(mode, underscored, at="_t = ")
-    assert text.startswith("_t: a kernel's variables do not start with an underscore")
+def test_names_with_two_underscores_are_the_machines(mode):
+    text = refusal(mode, underscored, at="__t = ")
+    assert text.startswith("__t: a kernel's variables do not start with two underscores")
     assert launched(mode, not_needed) == [5] * THREADS
 
 
@@ -748,7 +747,7 @@ REFUSED = [
     (unlike_tuple, (), "a, b, c", "not enough values to unpack"),
     (power, (3,), "n**2", "operator Pow is not in the kernel dialect"),
     (is_none, (3,), "n is None", "operator Is is not in the kernel dialect"),
-    (shape_of_run, (3,), "local.array", "the shape n must be known at compile time"),
+    (shape_of_run, (3,), "local.array", "a local array takes a shape known at compile time and a type"),
 ]
 
 

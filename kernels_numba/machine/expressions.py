@@ -51,11 +51,11 @@ class Expressions:
 
     def fresh(self, stem: str) -> str:
         self.names += 1
-        return f"_{stem}{self.names}"
+        return f"__{stem}{self.names}"
 
     def constant(self, value: Any) -> ast.expr:
         """A name for a typed constant."""
-        name = f"_k{type(value).__name__}_{value}".replace("-", "m").replace(".", "_").replace("+", "p")
+        name = f"__k{type(value).__name__}_{value}".replace("-", "m").replace(".", "_").replace("+", "p")
         self.namespace[name] = value
         return load_name(name)
 
@@ -254,13 +254,13 @@ class Expressions:
         if row is not None:
             return row if how == "peek" else ast.Call(ast.Attribute(row, "copy", ast.Load()), [], [])
         array, index = self.expression(node.value, mask), self.expression(node.slice, mask)
-        return call(how, load_name("_x"), load_name(mask), array, index)
+        return call(how, load_name("__x"), load_name(mask), array, index)
 
     def value_Attribute(self, node: ast.Attribute, mask: str) -> ast.expr:
         """An array's shape, or an index of the thread's place: ``cuda.threadIdx.x``."""
         if node.attr == "shape":
             return ast.Attribute(self.expression(node.value, mask), "shape", ast.Load())
-        return ast.Attribute(load_name("_x"), ast.unparse(node).removeprefix("cuda.").replace(".", "_"), ast.Load())
+        return ast.Attribute(load_name("__x"), ast.unparse(node).removeprefix("cuda.").replace(".", "_"), ast.Load())
 
     def value_Call(self, node: ast.Call, mask: str) -> ast.expr:
         if isinstance(node.func, ast.Attribute):
@@ -273,7 +273,7 @@ class Expressions:
             args = [self.expression(a, mask) for a in node.args]
             if declares_shared(target):
                 return method("called", ast.Constant(self.fresh("at")), load_name(name), load_name(mask), *args)
-            return function_call(name, load_name("_x"), load_name(mask), *args)
+            return function_call(name, load_name("__x"), load_name(mask), *args)
         if isinstance(target, Instruction):
             return self.instruction(node, target, mask)
         if name == "count":

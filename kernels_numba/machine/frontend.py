@@ -103,8 +103,8 @@ class Binder(CompileTime, ast.NodeTransformer):
         for node, name in [*((a, a.arg) for a in self.tree.args.args), *stored]:
             if name in self.bound:
                 raise self.error(node, f"{name} is a compile-time argument: assign to a variable of another name")
-            if name.startswith("_") and name != "_":
-                raise self.error(node, f"{name}: a kernel's variables do not start with an underscore")
+            if name.startswith("__"):
+                raise self.error(node, f"{name}: a kernel's variables do not start with two underscores")
 
     def check_reads(self) -> None:
         """Every variable that is read has an assignment left after pruning."""
@@ -260,14 +260,14 @@ class Binder(CompileTime, ast.NodeTransformer):
 
     def check_array(self, node: ast.Call) -> None:
         """``cuda.shared.array(shape, type)``: both known."""
-        if len(node.args) != 2:
-            raise self.error(node, f"{ast.unparse(node.func)} takes a shape and a type")
-        shape, kind = map(self.value, node.args)
+        shape, kind = map(self.value, node.args) if len(node.args) == 2 else (UNKNOWN, UNKNOWN)
         sizes = shape if isinstance(shape, tuple) else (shape,)
-        if not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise self.error(node, f"the shape {ast.unparse(node.args[0])} must be known at compile time")
-        if not isinstance(kind, numba_types.Type):
-            raise self.error(node, f"{ast.unparse(node.args[1])} is not a type")
+        if not all(type(size) is int and size >= 0 for size in sizes) or not isinstance(kind, numba_types.Type):
+            name = ast.unparse(node.func)
+            where = name.split(".")[-2]
+            raise self.error(
+                node, f"a {where} array takes a shape known at compile time and a type, as {name}(64, float32)"
+            )
 
     def device_call(self, node: ast.Call, fn: Any) -> ast.AST:
         bound: dict[str, Any] = {}

@@ -1,16 +1,16 @@
 """Kernel source in, lock-step Python out: each statement runs once for all lanes, divergence is a mask.
 
-``translate`` turns a Program into a Python function ``name(_x, _m, *params)``: ``_x`` is the launch (machine/cpu.py), ``_m``
+``translate`` turns a Program into a Python function ``name(__x, __m, *params)``: ``__x`` is the launch (machine/cpu.py), ``__m``
 the mask of the lanes that take part (True: all; None: none; else a bool array). Statements keep the line numbers of the
 kernel's file, so a debugger or a traceback stands in the kernel itself. The forms it writes:
 
-    name = E                    name = _merge(_t, E, name, _m, _gone), where lanes outside _t may still read it
-    a[i] = E                    _store(_x, _m, a, i, E)
-    if C: A else: B             _t, _f = _split(_m, C); if _t is not None: A under _t; if _f is not None: B under _f
-    for i in range(a, b, c)     for i, _l in _x.steps(_m, a, b, c): body under _l
+    name = E                    name = __merge(__t, E, name, __m, __gone), where lanes outside __t may still read it
+    a[i] = E                    __store(__x, __m, a, i, E)
+    if C: A else: B             __t, __f = __split(__m, C); if __t is not None: A under __t; if __f is not None: B under __f
+    for i in range(a, b, c)     for i, __l in __x.steps(__m, a, b, c): body under __l
     return, break, continue     the lanes join a "gone" mask, which the statements after them run without
 
-Whatever it adds has a name that starts with an underscore, as no kernel's name does: helpers like ``_merge`` stand in
+Whatever it adds has a name that starts with two underscores, as no kernel's name does: helpers like ``__merge`` stand in
 machine/lanes.py, arrays.py and choices.py without it.
 """
 
@@ -34,7 +34,7 @@ class Loop:
     """The masks of one loop: lanes that left it, lanes that skip the rest of this turn."""
 
     def __init__(self, number: int):
-        self.broke, self.skipped = f"_broke{number}", f"_skipped{number}"
+        self.broke, self.skipped = f"__broke{number}", f"__skipped{number}"
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Translator(Expressions):
     def function(self) -> ast.FunctionDef:
         tree = self.program.counted
         stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        fresh = sorted(stored - set(self.program.params)) + ["_gone", "_result"]
+        fresh = sorted(stored - set(self.program.params)) + ["__gone", "__result"]
         start: list[ast.stmt] = [assign(n, ast.Constant(None)) for n in fresh]
-        body = self.block(tree.body, Scope("_m"))
-        end: list[ast.stmt] = [ast.Return(load_name("_result"))]
-        args = [ast.arg(a) for a in ("_x", "_m", *self.program.params)]
+        body = self.block(tree.body, Scope("__m"))
+        end: list[ast.stmt] = [ast.Return(load_name("__result"))]
+        args = [ast.arg(a) for a in ("__x", "__m", *self.program.params)]
         made = ast.FunctionDef(
             name=tree.name,
             args=ast.arguments([], args, None, [], [], None, []),
@@ -96,7 +96,7 @@ class Translator(Expressions):
 
     def jumps(self, statement: ast.stmt) -> list[str]:
         """The gone masks that a statement may add lanes to."""
-        gone = ["_gone"] if any(isinstance(n, ast.Return) for n in ast.walk(statement)) else []
+        gone = ["__gone"] if any(isinstance(n, ast.Return) for n in ast.walk(statement)) else []
         if self.loops and not isinstance(statement, (ast.For, ast.While)):
             inner = list(outer_jumps(statement))
             if any(isinstance(n, ast.Break) for n in inner):
@@ -141,7 +141,7 @@ class Translator(Expressions):
             )
         assert isinstance(target, ast.Subscript)
         array, index = self.fresh("a"), self.fresh("i")
-        place = [load_name("_x"), load_name(mask), load_name(array), load_name(index)]
+        place = [load_name("__x"), load_name(mask), load_name(array), load_name(index)]
         new = self.operation(node, node.op, call("load", *place), self.expression(node.value, mask), mask)
         return [
             assign(array, self.expression(target.value, mask)),
@@ -163,11 +163,11 @@ class Translator(Expressions):
         if row is not None:
             return [ast.Expr(call("put", load_name(mask), row, value))]
         array, index = self.expression(target.value, mask), self.expression(target.slice, mask)
-        return [ast.Expr(call("store", load_name("_x"), load_name(mask), array, index, value))]
+        return [ast.Expr(call("store", load_name("__x"), load_name(mask), array, index, value))]
 
     def kept(self, name: str, value: ast.expr, mask: str, how: str = "merge") -> ast.expr:
         """The variable's value, where lanes outside the mask keep the old one."""
-        return call(how, load_name(mask), value, load_name(name), load_name("_m"), load_name("_gone"))
+        return call(how, load_name(mask), value, load_name(name), load_name("__m"), load_name("__gone"))
 
     def do_If(self, node: ast.If, scope: Scope) -> list[ast.stmt]:
         """The lanes of the other side wait at its start while this side runs, then behind it."""
@@ -213,7 +213,7 @@ class Translator(Expressions):
     def do_While(self, node: ast.While, scope: Scope) -> list[ast.stmt]:
         """A lane that has left does not come back: what its condition reads may be gone by then."""
         loop, turn, inside = self.enter(), self.fresh("turn"), self.fresh("inside")
-        left = assign(inside, call("without", load_name(inside), load_name(loop.broke), load_name("_gone")))
+        left = assign(inside, call("without", load_name(inside), load_name(loop.broke), load_name("__gone")))
         check = assign(inside, call("both", load_name(inside), self.expression(node.test, inside)))
         leave = ast.If(ast.Compare(load_name(inside), [ast.Is()], [ast.Constant(None)]), [ast.Break()], [])
         body = [assign(turn, load_name(inside)), *self.turn(node, loop, turn, scope)]
@@ -233,7 +233,7 @@ class Translator(Expressions):
         """One turn of a loop: lanes that broke out or returned in an earlier turn do not take part; they wait behind it."""
         inside = list(ast.walk(node))
         gone = [loop.broke] if any(isinstance(n, ast.Break) for n in inside) else []
-        gone += ["_gone"] if any(isinstance(n, ast.Return) for n in inside) else []
+        gone += ["__gone"] if any(isinstance(n, ast.Return) for n in inside) else []
         head = loop_head(node, scope.after)
         waiting = scope.waiting | scope.after | (head if jumps_back(node) else NONE)
         body = self.block(node.body, Scope(turn, waiting, head, Exits(scope.after, head)))
@@ -251,12 +251,12 @@ class Translator(Expressions):
         return [assign(skipped, call("union", load_name(skipped), load_name(scope.mask)))]
 
     def do_Return(self, node: ast.Return, scope: Scope) -> list[ast.stmt]:
-        out: list[ast.stmt] = [assign("_gone", call("union", load_name("_gone"), load_name(scope.mask)))]
+        out: list[ast.stmt] = [assign("__gone", call("union", load_name("__gone"), load_name(scope.mask)))]
         if node.value is not None:
             value = self.expression(node.value, scope.mask)
-            readers = [load_name("_gone"), ast.Constant(None)]
+            readers = [load_name("__gone"), ast.Constant(None)]
             out.insert(
-                0, assign("_result", call("merge", load_name(scope.mask), value, load_name("_result"), *readers))
+                0, assign("__result", call("merge", load_name(scope.mask), value, load_name("__result"), *readers))
             )
         return out
 

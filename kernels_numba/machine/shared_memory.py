@@ -11,9 +11,8 @@ from functools import cache
 
 import numpy as np
 
-from .dialect import SCALARS
 from .errors import KernelError
-from .program import Program, refuse
+from .program import Program
 
 MAX_STATIC_BYTES = 48 * 1024
 """Static shared memory that a block can have on any GPU."""
@@ -42,21 +41,14 @@ def declares_shared(program: Program) -> bool:
 
 @cache
 def static_bytes(program: Program) -> int:
-    """Bytes of static shared memory a block. Raises KernelError for a shape that is not known at compile time."""
-    return sum(array_bytes(program, n) for n in declarations(program)) + sum(map(static_bytes, callees(program)))
+    """Bytes of static shared memory a block."""
+    return sum(map(array_bytes, declarations(program))) + sum(map(static_bytes, callees(program)))
 
 
-def array_bytes(program: Program, node: ast.Call) -> int:
+def array_bytes(node: ast.Call) -> int:
     """Bytes of one declared array; 0 for the dynamic memory."""
-    try:
-        shape, kind = map(ast.unparse, node.args)
-        sizes = np.atleast_1d(ast.literal_eval(shape))
-    except ValueError:
-        sizes, kind = np.array([-1]), ""
-    if kind not in SCALARS or sizes.dtype != np.int64 or (sizes < 0).any():
-        message = "a shared array takes a shape known at compile time and a type, as cuda.shared.array(64, float32)"
-        raise refuse(program.filename, node, program.name, message)
-    return int(sizes.prod()) * np.dtype(kind.replace("boolean", "bool")).itemsize
+    shape, kind = map(ast.unparse, node.args)
+    return int(np.prod(ast.literal_eval(shape))) * np.dtype(kind.replace("boolean", "bool")).itemsize
 
 
 def check_static(program: Program) -> int:

@@ -11,8 +11,8 @@ def load_name(name: str) -> ast.Name:
 
 
 def helper(name: str) -> str:
-    """A helper function's name in the generated code: no kernel has a name that starts with an underscore."""
-    return f"_{name}"
+    """A helper function's name in the generated code: no kernel has a name that starts with two underscores."""
+    return f"__{name}"
 
 
 def call(name: str, *args: ast.expr) -> ast.Call:
@@ -31,7 +31,7 @@ def named(name: str, value: ast.expr) -> ast.NamedExpr:
 
 
 def method(name: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(load_name("_x"), name, ast.Load()), list(args), [])
+    return ast.Call(ast.Attribute(load_name("__x"), name, ast.Load()), list(args), [])
 
 
 def assign(name: str, value: ast.expr) -> ast.Assign:
