@@ -29,11 +29,19 @@ def cache_folder(part: str) -> Path:
 
 
 def write_once(path: Path, content: str | bytes) -> Path:
-    """Write a file whole unless it is there; the name says what is in it."""
-    if not path.exists():
-        data = content.encode() if isinstance(content, str) else content
+    """Write a file whole, unless it is there with this content."""
+    data = content.encode() if isinstance(content, str) else content
+    if not holds(path, data):
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as out:
             out.write(data)
         os.replace(temporary, path)
     return path
+
+
+def holds(path: Path, data: bytes) -> bool:
+    """Whether the file is there, whole and unharmed."""
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False

@@ -249,7 +249,8 @@ def fast(program: Program, ranks: tuple[int, ...] = ()) -> Callable:
 @cache
 def lane_loop(program: Program) -> LaneLoop:
     """The compiled form of a lanewise program, one for all ranks."""
-    return LaneLoop(program, stepped(program))
+    stepped(program)  # refuses what lock step cannot say
+    return LaneLoop(program)
 
 
 def batches(grid: Dim3, threads: int, lanes: int = LANES) -> Iterator[np.ndarray]:

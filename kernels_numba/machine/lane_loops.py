@@ -12,103 +12,80 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numba
 import numpy as np
+from numba.core.errors import NumbaError
+from numba.core.types import Array, Type
 
-from . import scalars
+from . import lane_source, lane_types, lanes, scalars
 from .arrays import GlobalArray, LocalArray, SharedArray
-from .cache import cache_folder, write_once
-from .dialect import Instruction
+from .cache import cache_folder, holds, write_once
+from .compiler import first_line
+from .emulate import LaneError
 from .errors import KernelError
 from .frontend import Program
-from .lanes import LaneTypeError, Mask
+from .lane_source import scalar_tree, sites, unique
+from .lanes import Mask
 
-HEADER = """from numba import boolean, float32, float64, int8, int32, int64, njit, uint8, uint16, uint32, uint64
+HEADER = """import numpy as np
+from numba import boolean, float32, float64, int8, int32, int64, njit, uint8, uint16, uint32, uint64
 
 from kernels_numba.machine.scalars import *
 from kernels_numba.machine.scalars import CALLED, OPTIONS
-
 """
 
 
-@cache
-def scalar_source(program: Program) -> str:
-    """The program and what it calls as numba source, callees first."""
-    for name, value in program.env.items():
-        if isinstance(value, Program) and not value.lanewise:
-            raise KernelError(f"{program.name} is lanewise, but calls {value.name}, which is not: mark it @lanewise")
-        if isinstance(value, Instruction) and not hasattr(scalars, name):
-            raise KernelError(f"{program.name} is lanewise, but uses {name}: lanes meet there, use @device")
-        if name == "cuda":
-            raise KernelError(f"{program.name} is lanewise: pass what it needs of cuda as arguments")
-    tree = Renamed({n: unique(p) for n, p in program.env.items() if isinstance(p, Program)}).visit(copied(program.tree))
-    tree.name = unique(program)
-    imports = "\n".join(f"from {shared_module(p)} import {unique(p)}" for p in dict.fromkeys(program.devices))
-    return f"{imports}\n\n@njit(**CALLED)\n{ast.unparse(tree)}\n"
+# --- Modules ------------------------------------------------------------------------------------------------------------
 
 
 @cache
-def shared_module(program: Program) -> str:
-    """The name of the module that has a callee: loops share it, and with it one compilation a process."""
-    return module_of(HEADER + scalar_source(program), program.name).__name__
+def tools() -> str:
+    """What a loop depends on besides its source."""
+    return "".join(map(inspect.getsource, (scalars, lane_source, lane_types, lanes))) + numba.__version__
 
 
-def copied(tree: ast.FunctionDef) -> ast.FunctionDef:
-    return ast.parse(ast.unparse(tree)).body[0]  # type: ignore[return-value]
+def name_of(source: str, stem: str) -> str:
+    """A module's name, that no other source has."""
+    return f"{stem}_{hashlib.sha256((source + tools()).encode()).hexdigest()[:16]}"
 
 
-def unique(program: Program) -> str:
-    """A name that no other specialisation of the function has."""
-    shown = ast.unparse(program.tree) + "".join(unique(p) for p in program.devices)
-    return f"{program.name}_{hashlib.sha256(shown.encode()).hexdigest()[:8]}"
-
-
-class Renamed(ast.NodeTransformer):
-    """Callees by their unique names."""
-
-    def __init__(self, names: dict[str, str]):
-        self.names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        node.id = self.names.get(node.id, node.id)
-        return node
-
-
-def element(name: str, kind: str) -> str:
-    """How the loop passes lane t's share of an argument."""
-    return {"lane": f"{name}[t]", "scalar": name, "global": name, "shared": f"{name}[t // threads]"}.get(
-        kind, f"{name}[{':, ' * (int(kind[-1]) if kind[-1].isdigit() else 0)}t]"
-    )
-
-
-def loop_source(program: Program, kinds: tuple[str, ...], results: int) -> str:
-    """The loop over lanes; results: how many values the function returns (-1: one value, not a tuple; 0: none)."""
-    names = [f"a{i}" for i in range(len(kinds))]
-    outs = [f"out{i}" for i in range(abs(results))]
-    passed = ", ".join(element(n, k) for n, k in zip(names, kinds))
-    found = f"{unique(program)}({passed})"
-    lines = [f"            found = {found}" if outs else f"            {found}"]
-    lines += [f"            {o}[t] = found" + (f"[{i}]" if results > 0 else "") for i, o in enumerate(outs)]
-    head = ", ".join(["active", "threads", *names, *outs])
-    body = "\n".join(lines)
-    return f"\n@njit(cache=True, **OPTIONS)\ndef loop({head}):\n    for t in range(active.size):\n        if active[t]:\n{body}\n"
+def path_of(name: str) -> Path:
+    return cache_folder("lanes") / f"{name}.py"
 
 
 def module_of(source: str, stem: str) -> ModuleType:
-    """The source as a module, from a file named by its hash so that numba can keep its machine code."""
-    digest = hashlib.sha256((source + inspect.getsource(scalars) + numba.__version__).encode()).hexdigest()[:16]
-    path = cache_folder("lanes") / f"{stem}_{digest}.py"
-    write_once(path, source)
-    spec = importlib.util.spec_from_file_location(f"_lanes_{stem}_{digest}", path)
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The source as a module, from a file, so that numba can keep its machine code."""
+    name = name_of(source, stem)
+    full = f"_lanes_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, write_once(path_of(name), source))
+        assert spec and spec.loader
+        module = sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+@cache
+def scalar_module(program: Program) -> ModuleType:
+    """The module of a function for one lane. Loops and callers share it, and with it one compilation a process."""
+    imports = "".join(f"from {scalar_module(p).__name__} import {unique(p)}\n" for p in dict.fromkeys(program.devices))
+    written = ast.unparse(scalar_tree(program))
+    return module_of(f"{HEADER}{imports}\n\n@njit(**CALLED)\n{written}\n", program.name)
+
+
+@cache
+def callees(program: Program) -> tuple[Program, ...]:
+    """The program and all that it calls, callees first."""
+    below = [q for p in program.devices for q in callees(p)]
+    return tuple(dict.fromkeys([*below, program]))
+
+
+# --- Arguments ----------------------------------------------------------------------------------------------------------
 
 
 def kind_of(value: Any) -> str:
@@ -130,40 +107,91 @@ def raw(value: Any) -> Any:
     return value.data if isinstance(value, LocalArray) else value
 
 
+def element(name: str, kind: str, lane: str) -> str:
+    """How the loop passes a lane's share of an argument."""
+    if kind.startswith("local"):
+        return f"{name}[{':, ' * int(kind[-1])}{lane}]"
+    return {"lane": f"{name}[{lane}]", "scalar": name, "global": name, "shared": f"{name}[{lane} // threads]"}[kind]
+
+
+def element_type(value: Any) -> Type:
+    """numba's type of a lane's share of an argument."""
+    scalar: Any = numba.from_dtype(value.dtype)
+    if isinstance(value, LocalArray):
+        return Array(scalar, len(value.shape), "A")
+    return Array(scalar, len(value.shape), "C") if isinstance(value, (GlobalArray, SharedArray)) else scalar
+
+
+# --- The loop -----------------------------------------------------------------------------------------------------------
+
+
+@cache
 def returned(program: Program) -> int:
     """How many values the function returns: n for a tuple, -1 for a single value, 0 for none."""
     values = [n.value for n in ast.walk(program.tree) if isinstance(n, ast.Return) and n.value is not None]
     if not values:
         return 0
-    return len(values[0].elts) if isinstance(values[0], ast.Tuple) else -1
+    if isinstance(values[0], ast.Tuple):
+        return len(values[0].elts)
+    callee = program.env.get(values[0].func.id) if isinstance(values[0], ast.Call) else None  # type: ignore[attr-defined]
+    return returned(callee) if isinstance(callee, Program) else -1
+
+
+def loop_source(program: Program, kinds: tuple[str, ...], types: tuple[Type, ...]) -> str:
+    """The loop over lanes. It notes the lane it is at, and what the function returns is zero in lanes that are not active."""
+    names, count = [f"a{i}" for i in range(len(kinds))], returned(program)
+    places = [f"found[{i}]" for i in range(count)] if count >= 0 else ["found"]
+    first, here = (", ".join(element(n, k, lane) for n, k in zip(names, kinds)) for lane in "0t")
+    lines = [
+        "",
+        "",
+        "@njit(cache=True, **OPTIONS)",
+        f"def loop({', '.join(['fault', 'active', 'threads', *names])}):",
+        f'    """A lane\'s arguments: {", ".join(map(str, types))}."""',
+        f"    found = zero_of({unique(program)}, (fault, {first},))" if places else "",
+        *(f"    out{i} = np.full(active.size, {place})" for i, place in enumerate(places)),
+        "    for t in range(active.size):",
+        "        if active[t]:",
+        *(["            fault[0] = t"] if sites(program) else []),
+        f"            found = {unique(program)}(fault, {here})",
+        *(f"            out{i}[t] = {place}" for i, place in enumerate(places)),
+        f"    return {', '.join(f'out{i}' for i in range(len(places)))}",
+    ]
+    return f"{HEADER}from {scalar_module(program).__name__} import {unique(program)}\n" + "\n".join(lines) + "\n"
 
 
 class LaneLoop:
-    """The compiled form of one lanewise program, a loop for each way it is called. stepped: its lock-step form."""
+    """The compiled form of one lanewise program, a loop for each way it is called."""
 
-    def __init__(self, program: Program, stepped: Callable):
-        self.program, self.stepped = program, stepped
-        self.loops: dict[tuple, tuple[Callable, tuple]] = {}
-        self.results = returned(program)
+    def __init__(self, program: Program):
+        self.program = program
+        self.loops: dict[tuple, Any] = {}
 
     def __call__(self, launch: Any, mask: Mask, *args: Any) -> Any:
         key = tuple((kind_of(a), a.dtype.num, len(a.shape)) for a in args)
         if key not in self.loops:
-            self.loops[key] = self.build(launch, mask, args)
-        loop, dtypes = self.loops[key]
-        outs = [np.zeros(launch.size, d) for d in dtypes]
+            self.loops[key] = self.build(args)
+        fault = np.zeros(4, np.int64)
         try:
-            loop(launch.active(mask), launch.threads, *map(raw, args), *outs)
+            return self.loops[key](fault, launch.active(mask), launch.threads, *map(raw, args))
         except IndexError:
-            message = f"{self.program.name}: an index is outside its array; checked mode names the thread"
-            raise LaneTypeError(message) from None
-        return outs[0] if self.results < 0 else tuple(outs)
+            lane, site, index, size = map(int, fault)
+            raise LaneError(lane, index, size, str(sites(self.program)[site])) from None
 
-    def build(self, launch: Any, mask: Mask, args: tuple) -> tuple[Callable, tuple]:
-        """The loop for these kinds of argument, and the types it returns: those of a lock-step run on copies."""
-        loop = loop_source(self.program, tuple(map(kind_of, args)), self.results)
-        module = module_of(HEADER + scalar_source(self.program) + loop, self.program.name)
-        copies = [LocalArray(a.data.copy()) if isinstance(a, LocalArray) else a for a in args]
-        found = self.stepped(launch, mask, *copies)
-        many = found if self.results > 0 else (found,) if self.results else ()
-        return module.loop, tuple(value.dtype for value in many)
+    def build(self, args: tuple) -> Any:
+        """The loop for these kinds of argument. Its file stands for code that has been checked; numba's is beside it."""
+        types = tuple(map(element_type, args))
+        source = loop_source(self.program, tuple(map(kind_of, args)), types)
+        if not holds(path_of(name_of(source, self.program.name)), source.encode()):
+            self.check(types)
+        return module_of(source, self.program.name).loop
+
+    def check(self, types: tuple[Type, ...]) -> None:
+        """Compile the function for one lane. Raises KernelError where numba has no types for it, or lock step others."""
+        functions = [(p, getattr(scalar_module(p), unique(p))) for p in callees(self.program)]
+        try:
+            functions[-1][1].compile((Array(numba.int64, 1, "C"), *types))
+        except NumbaError as reason:
+            raise KernelError(f"{self.program.name}: {self.program.filename}: {first_line(reason)}") from reason
+        for program, function in functions:
+            lane_types.check(program, function)

@@ -218,11 +218,30 @@ logical_and = logical("and", np.logical_and)
 logical_or = logical("or", np.logical_or)
 
 
+def to_integer(a: Value, dtype: np.dtype) -> Value:
+    """A float as an integer, as a GPU's ``cvt.rzi`` has it: toward zero, beyond the type's range its nearest end.
+
+    Types of 8 bits are the low byte of the conversion to 16. NaN is 0, as 64 bits 2^63's bit alone. NumPy and LLVM leave
+    NaN and what is out of range to the processor.
+    """
+    wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 2)}")
+    ends, whole = np.iinfo(wide), np.trunc(a)
+    over = whole >= a.dtype.type(2.0) ** (ends.bits - (wide.kind == "i"))
+    under = whole < a.dtype.type(ends.min)
+    lost = np.isnan(a)
+    found = np.where(over | under | lost, a.dtype.type(0), whole).astype(wide)
+    found = np.where(over, wide.type(ends.max), np.where(under, wide.type(ends.min), found))
+    if ends.bits == 64:
+        found = np.where(lost, np.uint64(1 << 63).astype(wide), found)
+    return found.astype(dtype)[()]
+
+
 def caster(dtype: np.dtype) -> Callable[[Value], Value]:
-    """The conversion ``float32(x)``, ``int32(x)``, ...: C's rules (truncation toward zero, wrapping integers)."""
+    """The conversion ``float32(x)``, ``int32(x)``, ...: floats to nearest even, integers wrap, see ``to_integer``."""
 
     def cast(a: Value) -> Value:
-        return uniform(a.astype(dtype)) if a.ndim == 0 else a.astype(dtype)
+        made = to_integer(a, dtype) if a.dtype.kind == "f" and dtype.kind in "iu" else a.astype(dtype)
+        return uniform(made) if a.ndim == 0 else made
 
     return cast
 

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import int32, njit, types, uint32, vectorize
+from numba import int64, njit, types, uint32, uint64, vectorize
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
@@ -24,6 +25,74 @@ def _llvm(name: str) -> Any:
         return builder.call(builder.module.declare_intrinsic(f"llvm.{name}", [kind]), args)
 
     return lower
+
+
+# --- Conversions to integers ----------------------------------------------------------------------------------------------
+
+
+def converter(kind: Any) -> Any:
+    """``kind(x)`` of one lane, kind an integer type of numba; of a float as ``lanes.to_integer`` says."""
+
+    def convert(context, x):
+        return kind(types.unliteral(x)), lower
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (value,), (given,) = args, signature.args
+        if not isinstance(given, types.Float):
+            return context.cast(builder, value, given, kind)
+        wide = ir.IntType(max(kind.bitwidth, 16))
+        name = f"llvm.fpto{'s' if kind.signed else 'u'}i.sat"
+        saturate = builder.module.declare_intrinsic(name, [wide, value.type], ir.FunctionType(wide, [value.type]))
+        found = builder.call(saturate, [value])
+        if kind.bitwidth == 64:
+            found = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(wide, 1 << 63), found)
+        return builder.trunc(found, ir.IntType(8)) if kind.bitwidth == 8 else found
+
+    convert.__name__ = convert.__qualname__ = f"to_{kind}"
+    return intrinsic(convert)
+
+
+to_int8, to_uint8, to_uint16 = converter(types.int8), converter(types.uint8), converter(types.uint16)
+to_int32, to_uint32 = converter(types.int32), converter(types.uint32)
+to_int64, to_uint64 = converter(types.int64), converter(types.uint64)
+
+CONVERSIONS = {t: f"to_{t}" for t in ("int8", "uint8", "uint16", "int32", "uint32", "int64", "uint64")}
+"""The function that stands for a conversion to an integer type."""
+
+
+# --- What numba leaves undefined ------------------------------------------------------------------------------------------
+
+
+@njit(**CALLED)
+def within(index, size, fault, site):
+    """The index if it is inside, else an IndexError; fault: int64 [4], takes site, index and size behind the lane."""
+    if uint64(index) >= uint64(size):
+        fault[1], fault[2], fault[3] = site, int64(index), size
+        raise IndexError
+    return uint64(index)
+
+
+@njit(**CALLED)
+def lshift(a, b):
+    """a << b; shifted out, all bits are 0."""
+    shifted = a << (uint64(b) & uint64(63))
+    return shifted if uint64(b) < uint64(64) else shifted ^ shifted
+
+
+@njit(**CALLED)
+def rshift(a, b):
+    """a >> b; shifted out, all bits are the sign's."""
+    return a >> min(uint64(b), uint64(63)) >> uint64(uint64(b) > uint64(63))
+
+
+@intrinsic
+def zero_of(context, function, arguments):
+    """Zero of the type that the function returns for arguments of these types."""
+    found = function.get_call_type(cpu_target.typing_context, arguments.types, {}).return_type
+    return found(function, arguments), lambda c, b, s, args: c.get_constant_null(s.return_type)
+
+
+# --- Instructions ---------------------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -69,7 +138,7 @@ def fmin(a, b):
 
 @njit(**CALLED)
 def round_int(x):
-    return int32(_rint(x))
+    return to_int32(_rint(x))
 
 
 @njit(**CALLED)

@@ -1,0 +1,146 @@
+"""A lanewise function as numba source: what one lane does, every index checked.
+
+The function's own names get a trailing underscore, so that none of them can hide a name of the module around it. What
+numba would leave to chance is written as a call of machine/scalars.py: indices, shifts, conversions to integers.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+
+from . import scalars
+from .dialect import Instruction
+from .errors import KernelError
+from .frontend import Program
+
+FAULT = "fault"
+"""int64 [4], in generated source: the lane, and of an index that is outside its site, value and size."""
+
+SHIFTS = {ast.LShift: "lshift", ast.RShift: "rshift"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One index of a subscript: where the kernel's file has it. array: its source."""
+
+    program: Program
+    line: int
+    array: str
+    axis: int
+
+    def __str__(self) -> str:
+        return f"axis {self.axis} of {self.array} ({self.program.name}, {self.program.filename}:{self.line})"
+
+
+@cache
+def unique(program: Program) -> str:
+    """A name that no other specialisation of the function has."""
+    shown = ast.unparse(program.tree) + "".join(unique(p) for p in program.devices)
+    return f"{program.name}_{hashlib.sha256(shown.encode()).hexdigest()[:8]}"
+
+
+@cache
+def scalar_tree(program: Program) -> ast.FunctionDef:
+    """The function for one lane, line numbers those of the kernel's file. Raises KernelError where lanes would meet."""
+    for name, value in program.env.items():
+        if isinstance(value, Program) and not value.lanewise:
+            raise KernelError(f"{program.name} is lanewise, but calls {value.name}, which is not: mark it @lanewise")
+        if isinstance(value, Instruction) and not hasattr(scalars, name):
+            raise KernelError(f"{program.name} is lanewise, but uses {name}: lanes meet there, use @device")
+        if name == "cuda":
+            raise KernelError(f"{program.name} is lanewise: pass what it needs of cuda as arguments")
+    return ast.fix_missing_locations(OneLane(program).visit(copy.deepcopy(program.tree)))
+
+
+@cache
+def sites(program: Program) -> dict[int, Site]:
+    """Every index of the function and of those it calls, by its number."""
+    writer = OneLane(program)
+    writer.visit(copy.deepcopy(program.tree))
+    return {**{n: s for p in program.devices for n, s in sites(p).items()}, **writer.sites}
+
+
+class OneLane(ast.NodeTransformer):
+    """Rewrites a program's tree. sites: the indices met, numbered by the function's hash and their order in it."""
+
+    def __init__(self, program: Program):
+        self.program, self.sites = program, dict[int, Site]()
+        self.first = int(unique(program)[-8:], 16) << 16
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """The first argument is where a fault is noted."""
+        node.name = unique(self.program)
+        self.generic_visit(node)
+        node.args.args.insert(0, ast.arg(FAULT))
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg += "_"
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id += "_"
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """A function's name is the program's, never a variable."""
+        assert isinstance(node.func, ast.Name)
+        value = self.program.env[node.func.id]
+        node.args = [self.visit(a) for a in node.args]
+        if isinstance(value, Program):
+            node.func.id, node.args = unique(value), [ast.Name(FAULT, ast.Load()), *node.args]
+        else:
+            node.func.id = scalars.CONVERSIONS.get(node.func.id, node.func.id)
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """A loop's variable is int64."""
+        self.generic_visit(node)
+        assert isinstance(node.iter, ast.Call)
+        node.iter.args = [a if isinstance(a, ast.Constant) else called("to_int64", a) for a in node.iter.args]
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        shift = SHIFTS.get(type(node.op))
+        return ast.copy_location(called(shift, node.left, node.right), node) if shift else node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if type(node.op) not in SHIFTS:
+            return self.generic_visit(node)
+        old = copy.deepcopy(node.target)
+        old.ctx = ast.Load()
+        return self.visit(ast.copy_location(ast.Assign([node.target], ast.BinOp(old, node.op, node.value)), node))
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        """``and`` and ``or`` give a bool."""
+        self.generic_visit(node)
+        node.values = [v if isinstance(v, ast.Compare) else called("boolean", v) for v in node.values]
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if isinstance(node.value, ast.Attribute):  # array.shape[axis]
+            node.value = self.visit(node.value)
+            return node
+        shown = ast.unparse(node.value)
+        self.generic_visit(node)
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        checked = [self.within(node, shown, axis, part) for axis, part in enumerate(parts)]
+        node.slice = ast.Tuple(checked, ast.Load()) if isinstance(node.slice, ast.Tuple) else checked[0]
+        return node
+
+    def within(self, node: ast.Subscript, shown: str, axis: int, index: ast.expr) -> ast.expr:
+        """The index, checked against its axis."""
+        number = self.first + len(self.sites)
+        self.sites[number] = Site(self.program, node.lineno, shown, axis)
+        shape = ast.Attribute(copy.deepcopy(node.value), "shape", ast.Load())
+        size = ast.Subscript(shape, ast.Constant(axis), ast.Load())
+        return called("within", index, size, ast.Name(FAULT, ast.Load()), ast.Constant(number))
+
+
+def called(function: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(function, ast.Load()), list(arguments), [])

@@ -1,0 +1,294 @@
+"""A compiled lanewise function gives what its lock-step form gives, bit by bit, and refuses what lock step refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels_numba.machine import (
+    KernelError,
+    cpu,
+    cuda,
+    float32,
+    int8,
+    int32,
+    int64,
+    kernel,
+    lane_loops,
+    lanewise,
+    round_int,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
+from kernels_numba.machine import fma as fused
+from kernels_numba.machine.arrays import GlobalArray, LocalArray
+
+LANES = 64
+
+
+def launch(lanes=LANES) -> cpu.Launch:
+    return cpu.Launch(np.zeros((2, 3), int), lanes // 2, (2, 1, 1), 0)
+
+
+def both(function, *args, mask=True, **bound):
+    """What the compiled and the lock-step form return."""
+    program = function.program(**bound)
+    with np.errstate(all="ignore"):
+        return [
+            form(program)(launch(args[0].shape[-1]), mask, *map(own, args)) for form in (cpu.lane_loop, cpu.stepped)
+        ]
+
+
+def own(value):
+    """A copy of an argument, so that no form sees another's stores."""
+    return LocalArray(value.data.copy()) if isinstance(value, LocalArray) else value
+
+
+def same(compiled, stepped):
+    """Type and bits of a result; lock step may have one value for all lanes."""
+    stepped = np.broadcast_to(np.asarray(stepped), compiled.shape)
+    return compiled.dtype == stepped.dtype and compiled.tobytes() == np.ascontiguousarray(stepped).tobytes()
+
+
+def local(*shape, dtype=np.float32):
+    return LocalArray(np.zeros((*shape, LANES), dtype))
+
+
+# --- Types of results ---------------------------------------------------------------------------------------------------
+
+
+@lanewise
+def clipped(x):
+    if x < float32(0):
+        return 0
+    return x
+
+
+@lanewise
+def second_mixed(x):
+    if x < float32(0):
+        return x, float32(1)
+    return x, 1
+
+
+@lanewise
+def mixed_variable(x):
+    y = 0
+    if x < float32(0):
+        y = x
+    return y
+
+
+@lanewise
+def widened(x, small):
+    if x < float32(0):
+        return small
+    return int64(3000000000)
+
+
+@lanewise
+def doubled_by_int(x):
+    return x * 2 if x < float32(-100) else x
+
+
+@lanewise
+def float_minimum(x):
+    return min(x, x)
+
+
+@lanewise
+def fused_ints(x):
+    return fused(x, x, 1)
+
+
+@lanewise
+def float_index(x, a):
+    return a[x]
+
+
+@lanewise
+def one_index_of_two(x, a):
+    return a[0]
+
+
+@lanewise
+def writes_global(x, a):
+    a[0, 0] = x
+
+
+POSITIVE = np.linspace(1, 2, LANES, dtype=np.float32)
+MATRIX = np.zeros((2, 2), np.float32)
+REFUSED = [
+    (clipped, (), "return 0", r"int64 and float32: convert"),
+    (second_mixed, (), "return x, 1", r"int64: convert"),
+    (mixed_variable, (), "y = x", r"one variable takes"),
+    (doubled_by_int, (), "return x * 2", r"mul of float32 and int64 gives float64"),
+    (float_minimum, (), "return min", r"min is for integers: use fmax"),
+    (fused_ints, (), "return fused", r"fma: operand 2 is float32, not int64"),
+    (float_index, (MATRIX[0],), "return a[x]", r"an index is an integer"),
+    (one_index_of_two, (MATRIX,), "return a[0]", r"an array of 2 dimensions takes as many indices, not 1"),
+    (writes_global, (MATRIX,), "a[0, 0] = x", r"writes its own local arrays alone"),
+]
+
+
+@pytest.mark.parametrize(("function", "arrays", "line", "message"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+def test_types_that_lock_step_refuses_are_refused_whatever_the_data(function, arrays, line, message):
+    arrays = [GlobalArray("a", a) for a in arrays]
+    with pytest.raises(KernelError, match=message) as refusal:
+        cpu.lane_loop(function.program())(launch(), True, POSITIVE, *arrays)
+    text = str(refusal.value)
+    assert text.startswith(f"{function.__name__}: {__file__}:") and "\n" not in text
+
+
+@pytest.mark.parametrize("x", [POSITIVE, -POSITIVE, POSITIVE - np.float32(1.5)], ids=["one side", "other", "both"])
+def test_integers_of_two_widths_widen_whatever_lanes_come_first(x):
+    small = np.arange(LANES, dtype=np.int32)
+    program = widened.program()
+    compiled = lane_loops.LaneLoop(program)(launch(), True, x, small)
+    assert compiled.dtype == np.int64
+    assert compiled.tolist() == [n if v < 0 else 3000000000 for n, v in zip(small.tolist(), x)]
+
+
+@lanewise
+def pair_of(x):
+    return x, int32(round_int(x))
+
+
+@lanewise
+def passed_on(x):
+    return pair_of(x)
+
+
+def test_lanes_that_are_not_active_are_zero():
+    active = np.arange(LANES) % 3 == 0
+    first, second = cpu.lane_loop(passed_on.program())(launch(), active, POSITIVE)
+    assert first.dtype == np.float32 and second.dtype == np.int32
+    assert (first == np.where(active, POSITIVE, 0)).all() and (second == np.where(active, np.rint(POSITIVE), 0)).all()
+
+
+# --- Bounds -------------------------------------------------------------------------------------------------------------
+
+
+@lanewise
+def fetched(a, i):
+    return a[i]
+
+
+@lanewise
+def fetched_from_two(a, i, j):
+    return a[i, j]
+
+
+@lanewise
+def put_in(a, i):
+    a[i] = float32(1)
+
+
+@lanewise
+def caller_of(a, i):
+    return fetched(a, i) + float32(1)
+
+
+FIRST_FIVE = np.where(np.arange(LANES) == 37, 5, 0)
+LAST = {"int64": FIRST_FIVE, "negative": -FIRST_FIVE, "uint64": (-FIRST_FIVE).astype(np.uint64)}
+ARRAYS = {"global": lambda: GlobalArray("a", np.zeros(5, np.float32)), "local": lambda: local(5)}
+
+
+@pytest.mark.parametrize("index", LAST.values(), ids=LAST)
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+@pytest.mark.parametrize("function", [fetched, caller_of], ids=["in itself", "in a callee"])
+def test_an_index_outside_is_refused_in_every_call(function, array, index):
+    loop = lane_loops.LaneLoop(function.program())
+    loop(launch(), True, array(), np.zeros_like(index))
+    with pytest.raises(Exception, match=r"outside axis 0 of a \(fetched, .*test_lane_loops.py:\d+\) of 5") as failure:
+        loop(launch(), True, array(), index)
+    assert failure.value.lane == 37 and failure.value.index == int(index.astype(np.int64)[37])
+
+
+@pytest.mark.parametrize(("i", "j", "axis"), [(0, 3, 1), (2, 0, 0), (1, -1, 1), (-1, 2, 0)])
+def test_each_axis_is_checked(i, j, axis):
+    loop = lane_loops.LaneLoop(fetched_from_two.program())
+    for array in (GlobalArray("a", np.zeros((2, 3), np.float32)), local(2, 3)):
+        with pytest.raises(Exception, match=rf"outside axis {axis} of a \(fetched_from_two"):
+            loop(launch(), True, array, np.full(LANES, i), np.full(LANES, j))
+
+
+def test_a_store_outside_writes_nothing_there():
+    memory = np.zeros((7, LANES), np.float32)
+    with pytest.raises(Exception, match="index 5 is outside axis 0 of a"):
+        lane_loops.LaneLoop(put_in.program())(launch(), True, LocalArray(memory[:5]), FIRST_FIVE)
+    assert not memory[5:].any()
+
+
+@kernel
+def past_shared(out):
+    """Thread 17 reads past the array; out: float32 [32]."""
+    words = cuda.shared.array(16, float32)
+    t = int64(cuda.threadIdx.x)
+    words[t % 16] = float32(0)
+    cuda.syncthreads()
+    out[t] = fetched(words, 16 if t == 17 and cuda.blockIdx.x == 1 else t % 16)
+
+
+def test_a_kernel_s_error_names_block_thread_and_both_lines():
+    with pytest.raises(
+        KernelError, match=r"past_shared: .*: block \(1, 0, 0\), thread 17: index 16 .*fetched, .*of 16"
+    ):
+        past_shared[2, 32](np.zeros(32, np.float32))
+
+
+# --- Integers -----------------------------------------------------------------------------------------------------------
+
+TYPES = (int8, uint8, uint16, int32, uint32, int64, uint64)
+EDGES = (0, 1, 2, 3, 5, 7, 8, 31, 32, 33, 63, 64, 65, 100, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1)
+EDGES += (2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 2, 2**64 - 3, 2**64 - 63, 2**64 - 64, 2**64 - 2**31)
+PAIRS = [(t, t) for t in TYPES] + [(int8, uint8), (uint16, int32), (uint32, int64), (int32, uint32), (uint32, uint64)]
+
+
+@lanewise
+def operated(a, b):
+    """Every operator of two integers but << and >>."""
+    return (
+        a + b, a - b, a * b, a // b, a % b, a & b, a | b, a ^ b, a == b, a != b, a < b, a <= b, a > b, a >= b,
+        min(a, b), max(a, b),
+    )  # fmt: skip
+
+
+@lanewise
+def shifted(a, b):
+    left, right = a << b, a >> b
+    again = a << 0
+    again <<= b
+    return left, right, again
+
+
+@lanewise
+def of_one(a):
+    return -a, ~a, +a, not a, abs(a)
+
+
+def edges(dtype) -> np.ndarray:
+    return np.array(EDGES, np.uint64).astype(dtype)
+
+
+def assert_equal(function, *args):
+    """The compiled form's results are those of lock step, in type and bits."""
+    compiled, stepped = both(function, *args)
+    for number, (got, wanted) in enumerate(zip(compiled, stepped, strict=True)):
+        differ = np.flatnonzero(np.broadcast_to(wanted, got.shape) != got)[:3]
+        seen = [(*(a[n] for a in args), "stepped", wanted[n], "compiled", got[n]) for n in differ]
+        assert same(got, wanted), f"result {number}: {wanted.dtype} {got.dtype} {seen}"
+
+
+@pytest.mark.parametrize("function", [operated, shifted])
+@pytest.mark.parametrize("kinds", PAIRS, ids=str)
+def test_operators_on_two_integers_are_those_of_lock_step(function, kinds):
+    a, b = (edges(str(kind)) for kind in kinds)
+    assert_equal(function, np.repeat(a, len(b)), np.tile(b, len(a)))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_operators_on_one_integer_are_those_of_lock_step(kind):
+    assert_equal(of_one, edges(str(kind)))
