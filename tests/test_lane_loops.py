@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,7 @@ from kernels_numba.machine import (
 )
 from kernels_numba.machine import fma as fused
 from kernels_numba.machine.arrays import GlobalArray, LocalArray
+from kernels_numba.machine.lanes import DivisionByZero
 
 LANES = 64
 
@@ -114,6 +117,19 @@ def one_index_of_two(x, a):
 
 
 @lanewise
+def chosen(x):
+    return x and x > float32(0)
+
+
+@lanewise
+def to_a_float(x):
+    n = 0
+    for i in range(x):
+        n += i
+    return n
+
+
+@lanewise
 def writes_global(x, a):
     a[0, 0] = x
 
@@ -121,7 +137,7 @@ def writes_global(x, a):
 POSITIVE = np.linspace(1, 2, LANES, dtype=np.float32)
 MATRIX = np.zeros((2, 2), np.float32)
 REFUSED = [
-    (clipped, (), "return 0", r"int64 and float32: convert"),
+    (clipped, (), "return x", r"int64 and float32: convert"),
     (second_mixed, (), "return x, 1", r"int64: convert"),
     (mixed_variable, (), "y = x", r"one variable takes"),
     (doubled_by_int, (), "return x * 2", r"mul of float32 and int64 gives float64"),
@@ -129,6 +145,8 @@ REFUSED = [
     (fused_ints, (), "return fused", r"fma: operand 2 is float32, not int64"),
     (float_index, (MATRIX[0],), "return a[x]", r"an index is an integer"),
     (one_index_of_two, (MATRIX,), "return a[0]", r"an array of 2 dimensions takes as many indices, not 1"),
+    (chosen, (), "return x and", r"take booleans, not float32"),
+    (to_a_float, (), "for i in range", r"range takes integers"),
     (writes_global, (MATRIX,), "a[0, 0] = x", r"writes its own local arrays alone"),
 ]
 
@@ -139,7 +157,7 @@ def test_types_that_lock_step_refuses_are_refused_whatever_the_data(function, ar
     with pytest.raises(KernelError, match=message) as refusal:
         cpu.lane_loop(function.program())(launch(), True, POSITIVE, *arrays)
     text = str(refusal.value)
-    assert text.startswith(f"{function.__name__}: {__file__}:") and "\n" not in text
+    assert text.startswith(f"{function.__name__}: {__file__}:") and "\n" not in text and f"[{line}" in text
 
 
 @pytest.mark.parametrize("x", [POSITIVE, -POSITIVE, POSITIVE - np.float32(1.5)], ids=["one side", "other", "both"])
@@ -249,9 +267,9 @@ PAIRS = [(t, t) for t in TYPES] + [(int8, uint8), (uint16, int32), (uint32, int6
 
 @lanewise
 def operated(a, b):
-    """Every operator of two integers but << and >>."""
+    """The operators of two integers that are defined for all."""
     return (
-        a + b, a - b, a * b, a // b, a % b, a & b, a | b, a ^ b, a == b, a != b, a < b, a <= b, a > b, a >= b,
+        a + b, a - b, a * b, a & b, a | b, a ^ b, a == b, a != b, a < b, a <= b, a > b, a >= b,
         min(a, b), max(a, b),
     )  # fmt: skip
 
@@ -269,6 +287,14 @@ def of_one(a):
     return -a, ~a, +a, not a, abs(a)
 
 
+@lanewise
+def divided(a, b):
+    quotient, rest = a, a
+    quotient //= b
+    rest %= b
+    return a // b, a % b, quotient, rest
+
+
 def edges(dtype) -> np.ndarray:
     return np.array(EDGES, np.uint64).astype(dtype)
 
@@ -282,13 +308,149 @@ def assert_equal(function, *args):
         assert same(got, wanted), f"result {number}: {wanted.dtype} {got.dtype} {seen}"
 
 
-@pytest.mark.parametrize("function", [operated, shifted])
+@pytest.mark.parametrize("function", [operated, shifted, divided])
 @pytest.mark.parametrize("kinds", PAIRS, ids=str)
 def test_operators_on_two_integers_are_those_of_lock_step(function, kinds):
     a, b = (edges(str(kind)) for kind in kinds)
+    b = b[b != 0] if function is divided else b
     assert_equal(function, np.repeat(a, len(b)), np.tile(b, len(a)))
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 def test_operators_on_one_integer_are_those_of_lock_step(kind):
     assert_equal(of_one, edges(str(kind)))
+
+
+def test_a_negated_unsigned_wraps_in_its_own_type_before_it_widens():
+    for result in both(of_one, np.array([1, 2], np.uint32)):
+        assert result[0].dtype == np.uint64 and result[0].tolist() == [2**32 - 1, 2**32 - 2]
+
+
+def test_the_quotient_that_int64_does_not_hold_is_zero():
+    for form in both(divided, np.array([-(2**63)] * 2), np.array([-1, 1])):
+        assert form[0].tolist() == [0, -(2**63)] and form[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("function", [divided])
+@pytest.mark.parametrize("kind", ["int32", "uint64", "int64"])
+def test_a_division_by_zero_names_lane_and_line(function, kind):
+    divisors = np.where(np.arange(LANES) == 37, 0, 1).astype(kind)
+    loop = cpu.lane_loop(function.program())
+    loop(launch(), np.arange(LANES) != 37, divisors, divisors)
+    with pytest.raises(DivisionByZero, match=r"division or modulo by zero \(divided, .*lane_loops.py:\d+\)") as stopped:
+        loop(launch(), True, divisors, divisors)
+    assert stopped.value.lane == 37
+
+
+@lanewise
+def float_division(a, b):
+    return a // b, a % b, a / b
+
+
+def test_floats_divide_as_in_lock_step():
+    values = np.array([0.0, -0.0, 1.5, -2.5, 7.0, np.inf, -np.inf, np.nan, 1e-40, 3e38], np.float32)
+    assert_equal(float_division, np.repeat(values, 10), np.tile(values, 10))
+
+
+# --- Conversions --------------------------------------------------------------------------------------------------------
+
+
+@lanewise
+def converted(x, i8, i32, u64):
+    """To every integer type, by name and by a store."""
+    i8[0], i32[0] = x, x
+    u64[0] = x
+    return (
+        int8(x), uint8(x), uint16(x), int32(x), uint32(x), int64(x), uint64(x), round_int(float32(x)),
+        i8[0], i32[0], u64[0],
+    )  # fmt: skip
+
+
+HALVES = [0.0, 0.5, 0.75, 1.0, 1.5, 2.5, 126.5, 127.0, 128.0, 129.0, 255.0, 256.0, 257.0, 32767.0, 32768.0, 65535.0]
+POWERS = [65536.0, 2.0**31, 2.0**32, 2.0**63, 2.0**64, 1e30, np.inf, np.nan, 1e-40]
+NEAR = [float(np.nextafter(np.float32(p), np.float32(q))) for p in POWERS[1:5] for q in (0, np.inf)]
+FLOATS = [sign * x for x in (*HALVES, *POWERS, *NEAR) for sign in (1, -1)]
+
+
+def as_ptx(x: float, bits: int, signed: bool) -> int:
+    """cvt.rzi of the PTX manual on Python's numbers; 8 bits are the low byte of 16."""
+    wide = max(bits, 16)
+    low, high = (-(2 ** (wide - 1)), 2 ** (wide - 1) - 1) if signed else (0, 2**wide - 1)
+    if x != x:
+        word = 2**63 if bits == 64 else 0
+    else:
+        word = (high if x > 0 else low) if np.isinf(x) else min(max(int(x), low), high)
+    word &= 2**bits - 1
+    return word - 2**bits if signed and word >= 2 ** (bits - 1) else word
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_floats_become_integers_as_ptx_says(kind):
+    x = np.array(FLOATS, kind)
+    stored = [LocalArray(np.zeros((1, x.size), t)) for t in ("int8", "int32", "uint64")]
+    wanted = [[as_ptx(float(v), t.bitwidth, t.signed) for v in x] for t in TYPES]
+    with np.errstate(all="ignore"):
+        wanted.append([as_ptx(float(np.rint(np.float32(v))), 32, True) for v in x])
+    wanted += [wanted[0], wanted[3], wanted[6]]
+    for form in both(converted, x, *stored):
+        assert [f.tolist() for f in form] == wanted
+
+
+@kernel
+def literals(out):
+    """Conversions of constants; out: int64 [4]."""
+    out[0] = int32(3000000000.0)
+    out[1] = int64(uint8(-1.0))
+    out[2] = int64(int8(200.0))
+    out[3] = int64(uint32(-7))
+
+
+def test_constants_become_integers_as_ptx_says():
+    out = np.zeros(4, np.int64)
+    literals[1, 32](out)
+    assert out.tolist() == [2**31 - 1, 0, -56, 2**32 - 7]
+
+
+# --- Names and files ----------------------------------------------------------------------------------------------------
+
+
+@lanewise
+def loop(t, found, active, threads, out0, a0):
+    """Everything has the name of something in the module around it."""
+    fault, within, np, njit, zero_of = t + 1, found + 2, active + 3, threads + 4, out0 + 5
+    lshift = fused(a0, a0, a0)
+    int32 = fault + within + np + njit + zero_of
+    OPTIONS = int64(round_int(lshift))
+    return int32 + OPTIONS, fmin(lshift, a0)
+
+
+@lanewise
+def fmin(x, y):
+    """A device function with the name of an instruction."""
+    return x - y
+
+
+def test_names_of_the_generated_module_are_free():
+    n, x = np.arange(LANES), np.full(LANES, 2, np.float32)
+    first, second = cpu.lane_loop(loop.program())(launch(), True, n, n, n, n, n, x)
+    assert first.tolist() == (5 * n + 15 + 6).tolist() and set(second) == {4}
+
+
+@pytest.mark.parametrize("harm", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: text + "x"])
+def test_a_damaged_module_is_rewritten(harm, monkeypatch, tmp_path):
+    monkeypatch.setenv("REFENGINE_CACHE", str(tmp_path))
+    program = pair_of.program()
+
+    def run() -> np.ndarray:
+        for name in [n for n in sys.modules if n.startswith("_lanes_pair_of")]:
+            monkeypatch.delitem(sys.modules, name)
+        lane_loops.scalar_module.cache_clear()
+        return lane_loops.LaneLoop(program)(launch(), True, POSITIVE)[1]
+
+    wanted = run()
+    modules = list((tmp_path / "lanes").glob("*.py"))
+    whole = {path: path.read_text() for path in modules}
+    for path in modules:
+        path.write_text(harm(whole[path]))
+    assert (run() == wanted).all() and len(modules) == 2
+    assert {path: path.read_text() for path in modules} == whole

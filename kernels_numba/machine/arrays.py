@@ -8,7 +8,7 @@ import numpy as np
 
 from . import emulate
 from .emulate import LaneError
-from .lanes import CASTS, Int, LaneTypeError, Mask, Value, add, mult, uniform
+from .lanes import CASTS, Int, LaneTypeError, Mask, Value, add, converted, mult, uniform
 
 cast_int64 = CASTS["int64"]
 GARBAGE = 0xFF
@@ -163,8 +163,8 @@ def peek(launch: Any, mask: Mask, array: Any, index: Any) -> Value:
 
 def put(mask: Mask, row: np.ndarray, value: Value) -> None:
     """Write one element of a local array; row: its lanes."""
-    if value.__class__ is Int:
-        value = value.astype(row.dtype)
+    if value.dtype is not row.dtype:
+        value = converted(value, row.dtype)
     if mask is True:
         row[:] = value
     else:

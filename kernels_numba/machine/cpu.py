@@ -21,7 +21,7 @@ from .dialect import INSTRUCTIONS, Const, Global, Instruction, Same, Shared
 from .errors import KernelError
 from .frontend import Program
 from .lane_loops import LaneLoop
-from .lanes import CASTS, Int, LaneTypeError, Mask, Value, add, both, gt, lt, uniform
+from .lanes import CASTS, Int, LaneTypeError, Mask, Value, add, both, converted, gt, lt, uniform
 from .liveness import names_read
 from .lockstep import translate
 
@@ -64,8 +64,8 @@ class Launch:
     def full(self, value: Value, dtype: Any = None) -> np.ndarray:
         """The value as a lane array of its own, converted to dtype."""
         if value.ndim == 0:
-            return np.full(self.size, value.astype(dtype or value.dtype))
-        value = value if dtype is None or value.dtype == dtype else value.astype(dtype)
+            return np.full(self.size, converted(value, dtype or value.dtype))
+        value = value if dtype is None or value.dtype == dtype else converted(value, dtype)
         return value if value.flags.c_contiguous else np.ascontiguousarray(value)
 
     # --- Control --------------------------------------------------------------------------------------------------------

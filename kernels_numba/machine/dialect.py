@@ -187,7 +187,7 @@ def fmin(a: float32, b: float32) -> float32:
 
 @instruction("cvt.rni.s32.f32")
 def round_int(x: float32) -> int32:
-    """The nearest int, ties to even; |x| < 2^31."""
+    """The nearest int, ties to even; beyond int32 its nearest end, NaN 0."""
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit, uint32
 
 from .exact_mma import HOPPER, Accumulation, mma_warps
+from .lanes import to_integer
 from .scalars import ufunc
 
 Lanes = Any
@@ -63,8 +64,8 @@ def pack_bf16(low: Lanes, high: Lanes) -> Lanes:
 
 
 def round_int(x: Lanes) -> Lanes:
-    """The nearest int32, ties to even."""
-    return np.rint(x).astype(np.int32)
+    """The nearest int32, ties to even; beyond int32 its nearest end, NaN 0."""
+    return to_integer(np.rint(x), INT32)
 
 
 def float_bits(x: Lanes) -> Lanes:

@@ -298,7 +298,7 @@ class Expressions:
         dtype = np.dtype(name.replace("boolean", "bool"))
         if isinstance(argument, ast.Constant):
             with np.errstate(all="ignore"):
-                return self.constant(lanes.uniform(np.array(argument.value).astype(dtype)[()]))
+                return self.constant(lanes.CASTS[dtype.name](np.array(argument.value)[()]))
         return call(f"cast_{dtype}", self.expression(argument, mask))
 
     def special(self, node: ast.Call, mask: str) -> ast.expr:

@@ -30,7 +30,7 @@ from .emulate import LaneError
 from .errors import KernelError
 from .frontend import Program
 from .lane_source import scalar_tree, sites, unique
-from .lanes import Mask
+from .lanes import DivisionByZero, Mask
 
 HEADER = """import numpy as np
 from numba import boolean, float32, float64, int8, int32, int64, njit, uint8, uint16, uint32, uint64
@@ -174,9 +174,11 @@ class LaneLoop:
         fault = np.zeros(4, np.int64)
         try:
             return self.loops[key](fault, launch.active(mask), launch.threads, *map(raw, args))
-        except IndexError:
+        except (IndexError, ZeroDivisionError) as stopped:
             lane, site, index, size = map(int, fault)
-            raise LaneError(lane, index, size, str(sites(self.program)[site])) from None
+            place = str(sites(self.program)[site])
+            outside = isinstance(stopped, IndexError)
+            raise (LaneError(lane, index, size, place) if outside else DivisionByZero(lane, place)) from None
 
     def build(self, args: tuple) -> Any:
         """The loop for these kinds of argument. Its file stands for code that has been checked; numba's is beside it."""

@@ -21,19 +21,19 @@ FAULT = "fault"
 """int64 [4], in generated source: the lane, and of an index that is outside its site, value and size."""
 
 SHIFTS = {ast.LShift: "lshift", ast.RShift: "rshift"}
+DIVISIONS = {ast.FloorDiv: "floordiv", ast.Mod: "mod"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """One index of a subscript: where the kernel's file has it. array: its source."""
+    """A place where a lane may stop, in the kernel's file: one index of a subscript, or a division. what: in words."""
 
     program: Program
     line: int
-    array: str
-    axis: int
+    what: str
 
     def __str__(self) -> str:
-        return f"axis {self.axis} of {self.array} ({self.program.name}, {self.program.filename}:{self.line})"
+        return f"{self.what} ({self.program.name}, {self.program.filename}:{self.line})"
 
 
 @cache
@@ -58,14 +58,14 @@ def scalar_tree(program: Program) -> ast.FunctionDef:
 
 @cache
 def sites(program: Program) -> dict[int, Site]:
-    """Every index of the function and of those it calls, by its number."""
+    """Every place where a lane may stop, of the function and of those it calls, by its number."""
     writer = OneLane(program)
     writer.visit(copy.deepcopy(program.tree))
     return {**{n: s for p in program.devices for n, s in sites(p).items()}, **writer.sites}
 
 
 class OneLane(ast.NodeTransformer):
-    """Rewrites a program's tree. sites: the indices met, numbered by the function's hash and their order in it."""
+    """Rewrites a program's tree. sites: those met, numbered by the function's hash and their order in it."""
 
     def __init__(self, program: Program):
         self.program, self.sites = program, dict[int, Site]()
@@ -101,25 +101,42 @@ class OneLane(ast.NodeTransformer):
         """A loop's variable is int64."""
         self.generic_visit(node)
         assert isinstance(node.iter, ast.Call)
-        node.iter.args = [a if isinstance(a, ast.Constant) else called("to_int64", a) for a in node.iter.args]
+        node.iter.args = [a if isinstance(a, ast.Constant) else called("bound", a) for a in node.iter.args]
         return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        """What goes into an array becomes of its type."""
+        self.generic_visit(node)
+        (target, *more), value = node.targets, node.value
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and not more:
+            value.elts = [self.stored(t, v) for t, v in zip(target.elts, value.elts)]
+        elif not more:
+            node.value = self.stored(target, value)
+        return node
+
+    def stored(self, target: ast.expr, value: ast.expr) -> ast.expr:
+        return called("stored", value, copy.deepcopy(target.value)) if isinstance(target, ast.Subscript) else value
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        shift = SHIFTS.get(type(node.op))
-        return ast.copy_location(called(shift, node.left, node.right), node) if shift else node
+        if type(node.op) in SHIFTS:
+            return ast.copy_location(called(SHIFTS[type(node.op)], node.left, node.right), node)
+        if type(node.op) in DIVISIONS:
+            place = self.site(node, "integer division or modulo by zero")
+            return ast.copy_location(called(DIVISIONS[type(node.op)], node.left, node.right, *place), node)
+        return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if type(node.op) not in SHIFTS:
+        if type(node.op) not in {**SHIFTS, **DIVISIONS}:
             return self.generic_visit(node)
         old = copy.deepcopy(node.target)
         old.ctx = ast.Load()
-        return self.visit(ast.copy_location(ast.Assign([node.target], ast.BinOp(old, node.op, node.value)), node))
+        new = ast.copy_location(ast.BinOp(old, node.op, node.value), node)
+        return self.visit(ast.copy_location(ast.Assign([node.target], new), node))
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        """``and`` and ``or`` give a bool."""
         self.generic_visit(node)
-        node.values = [v if isinstance(v, ast.Compare) else called("boolean", v) for v in node.values]
+        node.values = [v if isinstance(v, ast.Compare) else called("truth", v) for v in node.values]
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
@@ -135,11 +152,15 @@ class OneLane(ast.NodeTransformer):
 
     def within(self, node: ast.Subscript, shown: str, axis: int, index: ast.expr) -> ast.expr:
         """The index, checked against its axis."""
-        number = self.first + len(self.sites)
-        self.sites[number] = Site(self.program, node.lineno, shown, axis)
         shape = ast.Attribute(copy.deepcopy(node.value), "shape", ast.Load())
         size = ast.Subscript(shape, ast.Constant(axis), ast.Load())
-        return called("within", index, size, ast.Name(FAULT, ast.Load()), ast.Constant(number))
+        return called("within", index, size, *self.site(node, f"axis {axis} of {shown}"))
+
+    def site(self, node: ast.expr, what: str) -> tuple[ast.expr, ast.expr]:
+        """A new site, as the two arguments that a check takes."""
+        number = self.first + len(self.sites)
+        self.sites[number] = Site(self.program, node.lineno, what)
+        return ast.Name(FAULT, ast.Load()), ast.Constant(number)
 
 
 def called(function: str, *arguments: ast.expr) -> ast.Call:

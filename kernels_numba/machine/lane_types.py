@@ -7,6 +7,7 @@ numba makes float64 of a float32 with an int, and one type of whatever a variabl
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from numba.core import ir, types
 
 from .dialect import Instruction
 from .frontend import Program, refuse
-from .lane_source import scalar_tree
-from .lanes import FLOAT64, LaneTypeError, common_type
+from .lane_source import DIVISIONS, scalar_tree
+from .lanes import BOOL, FLOAT64, LaneTypeError, common_type
 
 ANY_LAYOUT = "A"
 """numba's layout of a local array: a column of the array that holds it for all lanes. Others are C-contiguous."""
+
+WANT_INTEGERS = {"within": "an index is an integer", "bound": "range takes integers"}
 
 Types = list[Any]
 """A NumPy type for each element of a tuple, one for a scalar; numba's name where there is none."""
@@ -53,7 +56,7 @@ def statements(tree: ast.AST) -> list[ast.stmt]:
 def dtypes_of(kind: Any) -> Types:
     """The NumPy type of a scalar, or those of a tuple's elements; of anything else numba's name."""
     if isinstance(kind, types.BaseTuple):
-        return [d for one in kind for d in dtypes_of(one)]
+        return [d for one in kind.types for d in dtypes_of(one)]  # type: ignore[attr-defined]
     kind = types.unliteral(kind)
     scalar = isinstance(kind, (types.Number, types.Boolean))
     return [np.dtype(str(kind).replace("boolean", "bool")) if scalar else str(kind)]
@@ -75,8 +78,7 @@ class Typed:
         self.statements = [s for _, block in sorted(annotation.blocks.items()) for s in block.body]
         assigned = [s for s in self.statements if isinstance(s, ir.Assign)]
         self.globals = {s.target.name: s.value.name for s in assigned if isinstance(s.value, ir.Global)}
-        casts = [s.value.value for s in assigned if isinstance(s.value, ir.Expr) and s.value.op == "cast"]
-        self.returned = [self.dtypes(v) for v in casts]
+        self.met = defaultdict[str, list[Types]](list)
 
     def dtypes(self, variable: ir.Var) -> Types:
         return dtypes_of(self.types[variable.name])
@@ -85,7 +87,7 @@ class Typed:
         if isinstance(statement, ir.SetItem):
             self.store(statement)
         elif isinstance(statement, ir.Assign) and isinstance(statement.value, ir.Var):
-            one_type("one variable takes", [self.dtypes(statement.value), self.dtypes(statement.target)])
+            self.meets(statement.target.name, "one variable takes", statement.value)
         elif isinstance(statement, ir.Assign) and isinstance(statement.value, ir.Expr):
             getattr(self, f"check_{statement.value.op}", lambda _: None)(statement.value)
 
@@ -106,31 +108,39 @@ class Typed:
         if array.layout != ANY_LAYOUT:
             raise LaneTypeError("a lanewise function writes its own local arrays alone: store in a @device function")
         self.whole_index(array, statement.index)
-        if integers(dtypes_of(array.dtype)) and not integers(value) and value != [np.dtype(np.bool_)]:
+        if integers(dtypes_of(array.dtype)) and not integers(value) and value != [BOOL]:
             raise LaneTypeError(f"an array of {array.dtype} takes no {named(value)}: convert it")
 
     # --- Arithmetic -----------------------------------------------------------------------------------------------------
 
     def check_binop(self, value: ir.Expr) -> None:
-        """float64 is for who asks for it."""
-        operands = [self.dtypes(v) for v in value.list_vars()]
-        if dtypes_of(self.signatures[value].return_type) == [FLOAT64] and [FLOAT64] not in operands:
-            name = (value.immutable_fn if value.op == "inplace_binop" else value.fn).__name__
-            raise LaneTypeError(f"{name} of {named(*operands)} gives float64: convert with float32(...) or int32(...)")
+        name = (value.immutable_fn if value.op == "inplace_binop" else value.fn).__name__
+        self.asked_for(name, [self.dtypes(v) for v in value.list_vars()], value)
 
     check_inplace_binop = check_unary = check_binop
 
+    def asked_for(self, name: str, operands: list[Types], value: ir.Expr) -> None:
+        """float64 is for who asks for it."""
+        if dtypes_of(self.signatures[value].return_type) == [FLOAT64] and [FLOAT64] not in operands:
+            raise LaneTypeError(f"{name} of {named(*operands)} gives float64: convert with float32(...) or int32(...)")
+
     def check_call(self, value: ir.Expr) -> None:
         name, given = self.globals.get(value.func.name, ""), [self.dtypes(a) for a in value.args]
-        instruction = self.env.get(name)
-        if name == "within" and not integers(given[0]):
-            raise LaneTypeError("an index is an integer")
+        if name in WANT_INTEGERS and not integers(given[0]):
+            raise LaneTypeError(WANT_INTEGERS[name])
+        if name == "truth" and given[0] != [BOOL]:
+            raise LaneTypeError(f"and, or take booleans, not {named(given[0])}: write x != 0")
+        if name in DIVISIONS.values():
+            self.asked_for(name, given[:2], value)
         if name in ("min", "max", "abs"):
             self.integer_call(name, given, dtypes_of(self.signatures[value].return_type))
-        if isinstance(instruction, Instruction):
-            for number, (operand, kind) in enumerate(zip(instruction.operands, given)):
-                if kind != dtypes_of(operand):
-                    raise LaneTypeError(f"{name}: operand {number} is {operand}, not {named(kind)}: convert it")
+        if isinstance(self.env.get(name), Instruction):
+            self.instruction(name, self.env[name], given)
+
+    def instruction(self, name: str, instruction: Instruction, given: list[Types]) -> None:
+        for number, (operand, kind) in enumerate(zip(instruction.operands, given)):
+            if kind != dtypes_of(operand):
+                raise LaneTypeError(f"{name}: operand {number} is {operand}, not {named(kind)}: convert it")
 
     def integer_call(self, name: str, given: list[Types], result: Types) -> None:
         if not integers(*given):
@@ -140,14 +150,14 @@ class Typed:
 
     def check_cast(self, value: ir.Expr) -> None:
         """The value of a return, converted to what the function returns."""
-        one_type("the function returns", self.returned)
+        self.meets("return", "the function returns", value.value)
 
-
-def one_type(what: str, kinds: list[Types]) -> None:
-    """Types that meet in one place are one type, or integers."""
-    wide = kinds[0]
-    for kind in kinds[1:]:
-        try:
-            wide = [a if a == b else common_type(a, b) for a, b in zip(wide, kind, strict=True)]
-        except (LaneTypeError, AttributeError, TypeError, ValueError):
-            raise LaneTypeError(f"{what} {named(wide, kind)}: convert one of them") from None
+    def meets(self, place: str, what: str, value: ir.Var) -> None:
+        """Types that meet in one place are one type, or integers."""
+        self.met[place].append(self.dtypes(value))
+        wide, *others = self.met[place]
+        for kind in others:
+            try:
+                wide = [a if a == b else common_type(a, b) for a, b in zip(wide, kind, strict=True)]
+            except (LaneTypeError, AttributeError, TypeError, ValueError):
+                raise LaneTypeError(f"{what} {named(wide, kind)}: convert one of them") from None

@@ -29,8 +29,8 @@ class LaneTypeError(Exception):
 class DivisionByZero(Exception):
     """An integer division or modulo by zero. lane: the first of the launch's lanes that does it."""
 
-    def __init__(self, lane: int):
-        super().__init__("integer division or modulo by zero")
+    def __init__(self, lane: int, what: str = "integer division or modulo by zero"):
+        super().__init__(what)
         self.lane = lane
 
 
@@ -80,7 +80,7 @@ def _rule(op: Callable, dtypes: tuple[np.dtype, ...], compares: bool) -> tuple[t
     return tuple(casts), result
 
 
-def binary(op: Callable, function: np.ufunc, compares: bool = False) -> Callable[[Value, Value], Value]:
+def binary(op: Callable, function: Callable, compares: bool = False) -> Callable[[Value, Value], Value]:
     """An operation of two operands; its type rules are cached by the operands' type numbers.
 
     Two Ints are combined as Python's ints where 64 bits hold the result; else NumPy wraps it, as it wraps lane arrays.
@@ -114,17 +114,17 @@ def binary(op: Callable, function: np.ufunc, compares: bool = False) -> Callable
 
 
 def unary(op: Callable, function: np.ufunc) -> Callable[[Value], Value]:
-    """An operation of one operand; its type rules are cached."""
-    rules: dict[int, np.dtype] = {}
+    """An operation of one operand, in its own type; the result widens. Its type rules are cached."""
+    rules: dict[int, tuple[np.dtype, ...]] = {}
 
     def apply(a: Value) -> Value:
         if a.__class__ is Int:
             return Int(function(np.int64(a)))
-        cast = rules.get(a.dtype.num)
-        if cast is None:
-            (cast,), _ = _rule(op, (a.dtype,), False)
-            rules[a.dtype.num] = cast
-        return function(a.astype(cast))
+        rule = rules.get(a.dtype.num)
+        if rule is None:
+            taken, result = numba_result(op, a.dtype)
+            rule = rules[a.dtype.num] = (result if taken == BOOL else taken, result)
+        return function(a.astype(rule[0])).astype(rule[1])
 
     return apply
 
@@ -143,6 +143,13 @@ def divided(divide: Callable[[Value, Value], Value]) -> Callable[[Mask, Value, V
         return divide(a, b)
 
     return apply
+
+
+def floor_divide(a: Value, b: Value) -> Value:
+    """a // b; the one quotient that int64 does not hold is 0, as numba has it."""
+    found = np.floor_divide(a, b)
+    overflow = (b == -1) & (a == LEAST) if found.dtype == INT64 and np.any(b == -1) else False
+    return found if overflow is False else np.where(overflow, np.int64(0), found)[()]
 
 
 def _integers(name: str, function: np.ufunc) -> Callable[..., Value]:
@@ -171,7 +178,7 @@ add = binary(operator.add, np.add)
 sub = binary(operator.sub, np.subtract)
 mult = binary(operator.mul, np.multiply)
 div = binary(operator.truediv, np.true_divide)
-floordiv = divided(binary(operator.floordiv, np.floor_divide))
+floordiv = divided(binary(operator.floordiv, floor_divide))
 mod = divided(binary(operator.mod, np.remainder))
 lshift = binary(operator.lshift, np.left_shift)
 rshift = binary(operator.rshift, np.right_shift)
@@ -236,11 +243,16 @@ def to_integer(a: Value, dtype: np.dtype) -> Value:
     return found.astype(dtype)[()]
 
 
+def converted(a: Value, dtype: np.dtype) -> Value:
+    """As another type: floats to nearest even, integers wrap, a float as an integer as ``to_integer`` has it."""
+    return to_integer(a, dtype) if a.dtype.kind == "f" and dtype.kind in "iu" else a.astype(dtype)
+
+
 def caster(dtype: np.dtype) -> Callable[[Value], Value]:
-    """The conversion ``float32(x)``, ``int32(x)``, ...: floats to nearest even, integers wrap, see ``to_integer``."""
+    """The conversion ``float32(x)``, ``int32(x)``, ...: see ``converted``."""
 
     def cast(a: Value) -> Value:
-        made = to_integer(a, dtype) if a.dtype.kind == "f" and dtype.kind in "iu" else a.astype(dtype)
+        made = converted(a, dtype)
         return uniform(made) if a.ndim == 0 else made
 
     return cast

@@ -30,26 +30,34 @@ def _llvm(name: str) -> Any:
 # --- Conversions to integers ----------------------------------------------------------------------------------------------
 
 
+def _converted(context, builder, value, given, kind):
+    """A value of one numba type as another; a float as an integer as ``lanes.to_integer`` says."""
+    if not (isinstance(given, types.Float) and isinstance(kind, types.Integer)):
+        return context.cast(builder, value, given, kind)
+    wide = ir.IntType(max(kind.bitwidth, 16))
+    name = f"llvm.fpto{'s' if kind.signed else 'u'}i.sat"
+    saturate = builder.module.declare_intrinsic(name, [wide, value.type], ir.FunctionType(wide, [value.type]))
+    found = builder.call(saturate, [value])
+    if kind.bitwidth == 64:
+        found = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(wide, 1 << 63), found)
+    return builder.trunc(found, ir.IntType(8)) if kind.bitwidth == 8 else found
+
+
 def converter(kind: Any) -> Any:
-    """``kind(x)`` of one lane, kind an integer type of numba; of a float as ``lanes.to_integer`` says."""
+    """``kind(x)`` of one lane; kind: an integer type of numba."""
 
     def convert(context, x):
-        return kind(types.unliteral(x)), lower
-
-    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (value,), (given,) = args, signature.args
-        if not isinstance(given, types.Float):
-            return context.cast(builder, value, given, kind)
-        wide = ir.IntType(max(kind.bitwidth, 16))
-        name = f"llvm.fpto{'s' if kind.signed else 'u'}i.sat"
-        saturate = builder.module.declare_intrinsic(name, [wide, value.type], ir.FunctionType(wide, [value.type]))
-        found = builder.call(saturate, [value])
-        if kind.bitwidth == 64:
-            found = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(wide, 1 << 63), found)
-        return builder.trunc(found, ir.IntType(8)) if kind.bitwidth == 8 else found
+        return kind(types.unliteral(x)), lambda c, b, s, args: _converted(c, b, args[0], s.args[0], kind)
 
     convert.__name__ = convert.__qualname__ = f"to_{kind}"
     return intrinsic(convert)
+
+
+@intrinsic
+def stored(context, x, array):
+    """The value as the array's elements are."""
+    given, kind = types.unliteral(x), array.dtype
+    return kind(given, array), lambda c, b, s, args: _converted(c, b, args[0], given, kind)
 
 
 to_int8, to_uint8, to_uint16 = converter(types.int8), converter(types.uint8), converter(types.uint16)
@@ -83,6 +91,45 @@ def lshift(a, b):
 def rshift(a, b):
     """a >> b; shifted out, all bits are the sign's."""
     return a >> min(uint64(b), uint64(63)) >> uint64(uint64(b) > uint64(63))
+
+
+@intrinsic
+def _is_integer(context, x):
+    known = ir.Constant(ir.IntType(1), isinstance(types.unliteral(x), types.Integer))
+    return types.boolean(x), lambda c, b, s, args: known
+
+
+@njit(**CALLED)
+def _divisor(b, fault, site):
+    if _is_integer(b) and b == 0:
+        fault[1] = site
+        raise ZeroDivisionError
+
+
+@njit(**CALLED)
+def floordiv(a, b, fault, site):
+    """a // b; an integer divided by zero is a ZeroDivisionError, noted as ``within`` does."""
+    _divisor(b, fault, site)
+    return a // b
+
+
+@njit(**CALLED)
+def mod(a, b, fault, site):
+    """a % b, as ``floordiv``."""
+    _divisor(b, fault, site)
+    return a % b
+
+
+@njit(**CALLED)
+def bound(x):
+    """A bound of a range."""
+    return int64(x)
+
+
+@njit(**CALLED)
+def truth(x):
+    """An operand of ``and`` or ``or``."""
+    return x
 
 
 @intrinsic
