@@ -498,8 +498,8 @@ def looped(out, *, D):
 
 @kernel
 def unpacked(out, *, D):
-    a, D = 1, 2  # noqa: F841
-    out[0] = a
+    a, D = 1, 2
+    out[0] = a + D
 
 
 @kernel
@@ -676,8 +676,8 @@ def first_of(row, other):
 @kernel
 def passes_rows(out, x):
     t = int64(cuda.threadIdx.x)
-    own = cuda.local.array((2, 2), int64)
-    own[0, 0] = 1
+    own = cuda.local.array(2, int64)
+    own[0] = 1
     out[t] = first_of(own, x)
 
 
