@@ -26,7 +26,7 @@ from kernels_numba.machine import (
 )
 from kernels_numba.machine import fma as fused
 from kernels_numba.machine.arrays import GlobalArray, LocalArray
-from kernels_numba.machine.lanes import DivisionByZero
+from kernels_numba.machine.lanes import DivisionByZero, LaneTypeError
 
 LANES = 64
 
@@ -304,7 +304,10 @@ def assert_equal(function, *args):
     compiled, stepped = both(function, *args)
     for number, (got, wanted) in enumerate(zip(compiled, stepped, strict=True)):
         differ = np.flatnonzero(np.broadcast_to(wanted, got.shape) != got)[:3]
-        seen = [(*(a[n] for a in args), "stepped", wanted[n], "compiled", got[n]) for n in differ]
+        seen = [
+            (*(a[n] for a in args if isinstance(a, np.ndarray)), "stepped", wanted[n], "compiled", got[n])
+            for n in differ
+        ]
         assert same(got, wanted), f"result {number}: {wanted.dtype} {got.dtype} {seen}"
 
 
@@ -356,14 +359,47 @@ def test_floats_divide_as_in_lock_step():
 
 
 @lanewise
-def converted(x, i8, i32, u64):
-    """To every integer type, by name and by a store."""
-    i8[0], i32[0] = x, x
+def converted(x, u16, i32, u64):
+    """To every integer type of 16 bits or more, by name and by a store."""
+    u16[0], i32[0] = x, x
     u64[0] = x
     return (
-        int8(x), uint8(x), uint16(x), int32(x), uint32(x), int64(x), uint64(x), round_int(float32(x)),
-        i8[0], i32[0], u64[0],
+        uint16(x), int32(x), uint32(x), int64(x), uint64(x), round_int(float32(x)), u16[0], i32[0], u64[0],
     )  # fmt: skip
+
+
+@lanewise
+def two(x):
+    return x, x + x
+
+
+@lanewise
+def stored_every_way(x, i32, u64, f32):
+    """Each form of assignment to elements of arrays of other types."""
+    i32[0], u64[0] = two(x)
+    i32[1] = u64[1] = f32[0] = x
+    i32[2], u64[2], f32[1] = x, x, x
+    i32[0] += u64[1] > u64[0]
+    i32[1] <<= i32[2]
+    f32[2] = f32[0]
+    f32[2] -= f32[1] + f32[0]
+    return i32[0], i32[1], i32[2], u64[0], u64[1], u64[2], f32[0], f32[1], f32[2]
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64", "uint32", "float32"])
+def test_an_element_takes_what_it_is_given_in_every_form_of_assignment(kind):
+    arrays = [LocalArray(np.zeros((3, 8), t)) for t in ("int32", "uint64", "float32")]
+    assert_equal(stored_every_way, np.array([0, 1, 5, 7, 2**20, 2**30, 2**31 - 1, 3], kind), *arrays)
+
+
+@lanewise
+def to_a_byte(x):
+    return uint8(x)
+
+
+@lanewise
+def stored_as_a_byte(x, bytes_):
+    bytes_[0] = x
 
 
 HALVES = [0.0, 0.5, 0.75, 1.0, 1.5, 2.5, 126.5, 127.0, 128.0, 129.0, 255.0, 256.0, 257.0, 32767.0, 32768.0, 65535.0]
@@ -373,9 +409,8 @@ FLOATS = [sign * x for x in (*HALVES, *POWERS, *NEAR) for sign in (1, -1)]
 
 
 def as_ptx(x: float, bits: int, signed: bool) -> int:
-    """cvt.rzi of the PTX manual on Python's numbers; 8 bits are the low byte of 16."""
-    wide = max(bits, 16)
-    low, high = (-(2 ** (wide - 1)), 2 ** (wide - 1) - 1) if signed else (0, 2**wide - 1)
+    """cvt.rzi of the PTX manual on Python's numbers."""
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     if x != x:
         word = 2**63 if bits == 64 else 0
     else:
@@ -387,28 +422,37 @@ def as_ptx(x: float, bits: int, signed: bool) -> int:
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 def test_floats_become_integers_as_ptx_says(kind):
     x = np.array(FLOATS, kind)
-    stored = [LocalArray(np.zeros((1, x.size), t)) for t in ("int8", "int32", "uint64")]
-    wanted = [[as_ptx(float(v), t.bitwidth, t.signed) for v in x] for t in TYPES]
+    stored = [LocalArray(np.zeros((1, x.size), t)) for t in ("uint16", "int32", "uint64")]
+    wanted = [[as_ptx(float(v), t.bitwidth, t.signed) for v in x] for t in TYPES[2:]]
     with np.errstate(all="ignore"):
         wanted.append([as_ptx(float(np.rint(np.float32(v))), 32, True) for v in x])
-    wanted += [wanted[0], wanted[3], wanted[6]]
+    wanted += [wanted[0], wanted[1], wanted[4]]
     for form in both(converted, x, *stored):
         assert [f.tolist() for f in form] == wanted
+
+
+@pytest.mark.parametrize("function", [to_a_byte, stored_as_a_byte])
+def test_a_float_becomes_no_byte_for_a_gpu_has_no_such_conversion(function):
+    program = function.program()
+    for form in (cpu.lane_loop, cpu.stepped):
+        arrays = [LocalArray(np.zeros((1, LANES), np.uint8))] * (len(program.params) - 1)
+        with pytest.raises((KernelError, LaneTypeError), match=r"uint8 of float32 .*: write uint8\(int32\(x\)\)"):
+            form(program)(launch(), True, POSITIVE, *arrays)
 
 
 @kernel
 def literals(out):
     """Conversions of constants; out: int64 [4]."""
     out[0] = int32(3000000000.0)
-    out[1] = int64(uint8(-1.0))
-    out[2] = int64(int8(200.0))
+    out[1] = int64(uint16(-1.0))
+    out[2] = int64(uint16(70000.0))
     out[3] = int64(uint32(-7))
 
 
 def test_constants_become_integers_as_ptx_says():
     out = np.zeros(4, np.int64)
     literals[1, 32](out)
-    assert out.tolist() == [2**31 - 1, 0, -56, 2**32 - 7]
+    assert out.tolist() == [2**31 - 1, 0, 2**16 - 1, 2**32 - 7]
 
 
 # --- Names and files ----------------------------------------------------------------------------------------------------

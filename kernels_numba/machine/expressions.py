@@ -297,8 +297,11 @@ class Expressions:
         argument = node.args[0]
         dtype = np.dtype(name.replace("boolean", "bool"))
         if isinstance(argument, ast.Constant):
-            with np.errstate(all="ignore"):
-                return self.constant(lanes.CASTS[dtype.name](np.array(argument.value)[()]))
+            try:
+                with np.errstate(all="ignore"):
+                    return self.constant(lanes.CASTS[dtype.name](np.array(argument.value)[()]))
+            except lanes.LaneTypeError as reason:
+                raise self.error(node, str(reason)) from None
         return call(f"cast_{dtype}", self.expression(argument, mask))
 
     def special(self, node: ast.Call, mask: str) -> ast.expr:

@@ -68,7 +68,7 @@ class OneLane(ast.NodeTransformer):
     """Rewrites a program's tree. sites: those met, numbered by the function's hash and their order in it."""
 
     def __init__(self, program: Program):
-        self.program, self.sites = program, dict[int, Site]()
+        self.program, self.sites, self.names = program, dict[int, Site](), 0
         self.first = int(unique(program)[-8:], 16) << 16
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -104,18 +104,34 @@ class OneLane(ast.NodeTransformer):
         node.iter.args = [a if isinstance(a, ast.Constant) else called("bound", a) for a in node.iter.args]
         return node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.stmt]:
         """What goes into an array becomes of its type."""
         self.generic_visit(node)
         (target, *more), value = node.targets, node.value
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and not more:
             value.elts = [self.stored(t, v) for t, v in zip(target.elts, value.elts)]
-        elif not more:
-            node.value = self.stored(target, value)
-        return node
+            return node
+        if more:
+            kept = self.fresh()
+            out = [put(kept, value), *(s for t in node.targets for s in self.into(t, read(kept)))]
+        else:
+            out = self.into(target, value)
+        return [ast.copy_location(s, node) for s in out]
+
+    def into(self, target: ast.expr, value: ast.expr) -> list[ast.stmt]:
+        """The assignment of a value; the elements of a tuple one by one."""
+        if not isinstance(target, ast.Tuple):
+            return [ast.Assign([target], self.stored(target, value))]
+        names = [self.fresh() for _ in target.elts]
+        unpacked = ast.Assign([ast.Tuple([ast.Name(n, ast.Store()) for n in names], ast.Store())], value)
+        return [unpacked, *(s for t, n in zip(target.elts, names) for s in self.into(t, read(n)))]
 
     def stored(self, target: ast.expr, value: ast.expr) -> ast.expr:
         return called("stored", value, copy.deepcopy(target.value)) if isinstance(target, ast.Subscript) else value
+
+    def fresh(self) -> str:
+        self.names += 1
+        return f"kept{self.names}"
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -126,8 +142,8 @@ class OneLane(ast.NodeTransformer):
             return ast.copy_location(called(DIVISIONS[type(node.op)], node.left, node.right, *place), node)
         return node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if type(node.op) not in {**SHIFTS, **DIVISIONS}:
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST | list[ast.stmt]:
+        if type(node.op) not in {**SHIFTS, **DIVISIONS} and isinstance(node.target, ast.Name):
             return self.generic_visit(node)
         old = copy.deepcopy(node.target)
         old.ctx = ast.Load()
@@ -161,6 +177,14 @@ class OneLane(ast.NodeTransformer):
         number = self.first + len(self.sites)
         self.sites[number] = Site(self.program, node.lineno, what)
         return ast.Name(FAULT, ast.Load()), ast.Constant(number)
+
+
+def read(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def put(name: str, value: ast.expr) -> ast.Assign:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
 def called(function: str, *arguments: ast.expr) -> ast.Call:

@@ -16,7 +16,8 @@ from numba.core import ir, types
 from .dialect import Instruction
 from .frontend import Program, refuse
 from .lane_source import DIVISIONS, scalar_tree
-from .lanes import BOOL, FLOAT64, LaneTypeError, common_type
+from .lanes import BOOL, FLOAT64, LaneTypeError, common_type, converted
+from .scalars import CONVERSIONS
 
 ANY_LAYOUT = "A"
 """numba's layout of a local array: a column of the array that holds it for all lanes. Others are C-contiguous."""
@@ -108,7 +109,7 @@ class Typed:
         if array.layout != ANY_LAYOUT:
             raise LaneTypeError("a lanewise function writes its own local arrays alone: store in a @device function")
         self.whole_index(array, statement.index)
-        if integers(dtypes_of(array.dtype)) and not integers(value) and value != [BOOL]:
+        if value != [BOOL] and value != dtypes_of(array.dtype):
             raise LaneTypeError(f"an array of {array.dtype} takes no {named(value)}: convert it")
 
     # --- Arithmetic -----------------------------------------------------------------------------------------------------
@@ -130,12 +131,18 @@ class Typed:
             raise LaneTypeError(WANT_INTEGERS[name])
         if name == "truth" and given[0] != [BOOL]:
             raise LaneTypeError(f"and, or take booleans, not {named(given[0])}: write x != 0")
+        if name in CONVERSIONS.values() or name == "stored":
+            self.conversion(given[0], dtypes_of(self.signatures[value].return_type))
         if name in DIVISIONS.values():
             self.asked_for(name, given[:2], value)
         if name in ("min", "max", "abs"):
             self.integer_call(name, given, dtypes_of(self.signatures[value].return_type))
         if isinstance(self.env.get(name), Instruction):
             self.instruction(name, self.env[name], given)
+
+    def conversion(self, given: Types, result: Types) -> None:
+        """Lock step's own conversion says what it refuses."""
+        converted(np.zeros(1, given[0]), result[0])
 
     def instruction(self, name: str, instruction: Instruction, given: list[Types]) -> None:
         for number, (operand, kind) in enumerate(zip(instruction.operands, given)):

@@ -228,19 +228,20 @@ logical_or = logical("or", np.logical_or)
 def to_integer(a: Value, dtype: np.dtype) -> Value:
     """A float as an integer, as a GPU's ``cvt.rzi`` has it: toward zero, beyond the type's range its nearest end.
 
-    Types of 8 bits are the low byte of the conversion to 16. NaN is 0, as 64 bits 2^63's bit alone. NumPy and LLVM leave
-    NaN and what is out of range to the processor.
+    NaN is 0, as 64 bits 2^63's bit alone. NumPy and LLVM leave NaN and what is out of range to the processor. PTX has no
+    conversion to 8 bits: there the result would depend on what is done with it.
     """
-    wide = np.dtype(f"{dtype.kind}{max(dtype.itemsize, 2)}")
-    ends, whole = np.iinfo(wide), np.trunc(a)
-    over = whole >= a.dtype.type(2.0) ** (ends.bits - (wide.kind == "i"))
+    if dtype.itemsize == 1:
+        raise LaneTypeError(f"{dtype} of {a.dtype} is not defined on a GPU: write {dtype}(int32(x))")
+    ends, whole = np.iinfo(dtype), np.trunc(a)
+    over = whole >= a.dtype.type(2.0) ** (ends.bits - (dtype.kind == "i"))
     under = whole < a.dtype.type(ends.min)
     lost = np.isnan(a)
-    found = np.where(over | under | lost, a.dtype.type(0), whole).astype(wide)
-    found = np.where(over, wide.type(ends.max), np.where(under, wide.type(ends.min), found))
+    found = np.where(over | under | lost, a.dtype.type(0), whole).astype(dtype)
+    found = np.where(over, dtype.type(ends.max), np.where(under, dtype.type(ends.min), found))
     if ends.bits == 64:
-        found = np.where(lost, np.uint64(1 << 63).astype(wide), found)
-    return found.astype(dtype)[()]
+        found = np.where(lost, np.uint64(1 << 63).astype(dtype), found)
+    return found[()]
 
 
 def converted(a: Value, dtype: np.dtype) -> Value:

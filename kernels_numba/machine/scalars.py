@@ -34,13 +34,13 @@ def _converted(context, builder, value, given, kind):
     """A value of one numba type as another; a float as an integer as ``lanes.to_integer`` says."""
     if not (isinstance(given, types.Float) and isinstance(kind, types.Integer)):
         return context.cast(builder, value, given, kind)
-    wide = ir.IntType(max(kind.bitwidth, 16))
+    wide = ir.IntType(kind.bitwidth)
     name = f"llvm.fpto{'s' if kind.signed else 'u'}i.sat"
     saturate = builder.module.declare_intrinsic(name, [wide, value.type], ir.FunctionType(wide, [value.type]))
     found = builder.call(saturate, [value])
     if kind.bitwidth == 64:
-        found = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(wide, 1 << 63), found)
-    return builder.trunc(found, ir.IntType(8)) if kind.bitwidth == 8 else found
+        return builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(wide, 1 << 63), found)
+    return found
 
 
 def converter(kind: Any) -> Any:
