@@ -677,14 +677,16 @@ def test_a_pass_launches_in_the_current_stream(monkeypatch):
 
 @kernel
 def narrow(out, halves, codes, words):
-    """Integers narrower than 64 bits widen before they are computed with. out: int64 [4]."""
-    out[0] = halves[0] << 16
-    out[1] = codes[0] - 127
-    out[2] = words[0] - 5
-    out[3] = int64(uint32(words[0] - words[1]))
+    """Integers narrower than 64 bits: one for all threads, one for each. out: int64 [2, 4, 32]; the others: [32]."""
+    t = int64(cuda.threadIdx.x)
+    out[0, 0, t], out[1, 0, t] = halves[0] << 16, halves[t] << 16
+    out[0, 1, t], out[1, 1, t] = codes[0] - 127, codes[t] - 127
+    out[0, 2, t], out[1, 2, t] = words[0] - 5, words[t] - 5
+    out[0, 3, t], out[1, 3, t] = int64(uint32(words[0] - codes[0])), int64(uint32(words[t] - codes[t]))
 
 
 def test_narrow_integers_widen_before_they_overflow():
-    out = np.zeros(4, np.int64)
-    narrow.at()[1, 32](out, np.array([0x3F80], np.uint16), np.array([121], np.uint8), np.array([3, 5], np.uint32))
-    assert out.tolist() == [1065353216, -6, -2, 2**32 - 2]
+    out = np.zeros((2, 4, 32), np.int64)
+    halves, codes, words = np.full(32, 0x3F80, np.uint16), np.full(32, 121, np.uint8), np.full(32, 3, np.uint32)
+    narrow.at()[1, 32](out, halves, codes, words)
+    assert (out == np.array([0x3F800000, -6, -2, 2**32 - 118])[:, None]).all()
