@@ -7,6 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import int64, njit, types, uint32, uint64, vectorize
+from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
@@ -71,13 +72,20 @@ CONVERSIONS = {t: f"to_{t}" for t in ("int8", "uint8", "uint16", "int32", "uint3
 # --- What numba leaves undefined ------------------------------------------------------------------------------------------
 
 
-@njit(**CALLED)
-def within(index, size, fault, site):
+@intrinsic
+def within(context, index, size, fault, site):
     """The index if it is inside, else an IndexError; fault: int64 [4], takes site, index and size behind the lane."""
-    if uint64(index) >= uint64(size):
-        fault[1], fault[2], fault[3] = site, int64(index), size
-        raise IndexError
-    return uint64(index)
+    return types.uint64(types.unliteral(index), size, fault, types.int64), _checked
+
+
+def _checked(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    index, size = (context.cast(builder, v, t, types.uint64) for v, t in zip(args[:2], signature.args[:2]))
+    with cgutils.if_unlikely(builder, builder.icmp_unsigned(">=", index, size)):
+        noted = context.make_array(signature.args[2])(context, builder, args[2]).data
+        for place, value in enumerate((args[3], index, size), 1):
+            builder.store(value, builder.gep(noted, [ir.Constant(ir.IntType(32), place)]))
+        context.call_conv.return_user_exc(builder, IndexError, ())
+    return index
 
 
 @njit(**CALLED)
