@@ -1,0 +1,243 @@
+"""A kernel's results do not depend on how the CPU machine runs it: random programs give, in plain mode, block by block and
+in checked mode, the bits that each thread computes alone."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from mutants import module_from
+from random_kernels import (
+    BOUND,
+    OUTPUTS,
+    Grammar,
+    Invalid,
+    Number,
+    Program,
+    absolute,
+    arguments,
+    random_program,
+    reference,
+    shrunk,
+    smallest_or_largest,
+)
+
+from kernels_numba.machine import checked, cuda, int64, kernel, lanes
+from kernels_numba.machine.arrays import LocalArray
+from kernels_numba.machine.cpu import Launch
+from kernels_numba.machine.lockstep import Translator
+
+PROGRAMS = range(80)
+COMPILED = range(1000, 1020)
+"""Seeds; those of programs with compiled functions apart, for they take numba's time."""
+
+GRAMMAR = Grammar(
+    lanewise=False,
+    ints_wrap=False,
+    changed_operand=False,
+    int_and_or=False,
+    loop_name_reused=False,
+    place_in_min=False,
+    narrow_unary=False,
+)
+"""Off, besides compiled functions, is what the machine does not do yet.
+
+ints_wrap: an int64 that is the same for all threads wraps. changed_operand: an element of a local array is an operand beside a
+call that writes the array. int_and_or: ``and`` and ``or`` of ints give one of them. loop_name_reused: a loop's variable is
+that of another loop, or had another meaning before. place_in_min: ``min``, ``max`` and ``abs`` of nothing but the thread's place
+and constants. narrow_unary: ``-x`` and ``~x`` of 32 bits where that is not what 64 bits give."""
+
+WAYS = ("plain", "block by block", "checked")
+
+
+def launched(run: Callable, args: dict[str, Any], way: str, threads: int) -> dict[str, np.ndarray]:
+    """The outputs of one way to run."""
+    copies = {n: a.copy() if isinstance(a, np.ndarray) else a for n, a in args.items()}
+    with pytest.MonkeyPatch.context() as patch, checked() if way == "checked" else nullcontext():
+        if way == "block by block":
+            patch.setattr("kernels_numba.machine.cpu.batches.__defaults__", (threads,))
+        run(*copies.values())
+    return {n: copies[n] for n in OUTPUTS}
+
+
+def on_the_machine(program: Program, args: dict[str, Any]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Each way to run and its outputs."""
+    kernel = module_from(str(program), f"random program {program.seed}").program
+    run = kernel.at(**BOUND)[program.blocks, program.threads]
+    for way in WAYS:
+        yield way, launched(run, args, way, program.threads)
+
+
+def fault(program: Program, grammar: Grammar = GRAMMAR) -> str:
+    """What is wrong, or nothing: an error's message without its place, or the way whose bits differ. Raises Invalid."""
+    args = arguments(program)
+    wanted = reference(program, args, grammar)
+    try:
+        for way, found in on_the_machine(program, args):
+            if any(found[n].tobytes() != wanted[n].tobytes() for n in OUTPUTS):
+                return f"{way}: other bits than the reference"
+    except Exception as error:
+        return f"{type(error).__name__}: {re.sub(r'^.*?: .*?:[0-9]+: |[0-9]+', '', str(error))[:60]}"
+    return ""
+
+
+def failure(program: Program, first: str, grammar: Grammar = GRAMMAR) -> str:
+    """The smallest program found with the same fault, as source to paste."""
+
+    def fails(smaller: Program) -> bool:
+        try:
+            return fault(smaller, grammar) == first
+        except Invalid:
+            return False
+
+    return f"seed {program.seed}: {first}\n\n{shrunk(program, fails)}"
+
+
+def wrong(seeds: Iterable[int], grammar: Grammar = GRAMMAR) -> Iterator[tuple[Program, str]]:
+    """The programs with a fault, and it; seeds whose program is not valid are passed over."""
+    for seed in seeds:
+        program = random_program(seed, grammar)
+        try:
+            found = fault(program, grammar)
+        except Invalid:
+            continue
+        if found:
+            yield program, found
+
+
+def no_fault(seeds: Iterable[int], grammar: Grammar = GRAMMAR) -> None:
+    for program, found in wrong(seeds, grammar):
+        pytest.fail(failure(program, found, grammar))
+
+
+@pytest.mark.parametrize("first", PROGRAMS[::10])
+def test_all_ways_to_run_give_each_thread_its_bits(first):
+    no_fault(range(first, first + 10))
+
+
+@pytest.mark.parametrize("first", COMPILED[::10])
+def test_compiled_functions_give_each_thread_its_bits(first):
+    no_fault(range(first, first + 10), replace(GRAMMAR, lanewise=True))
+
+
+@pytest.mark.slow
+def test_many_more_programs():
+    no_fault(range(10_000, 12_000))
+    no_fault(range(20_000, 20_200), replace(GRAMMAR, lanewise=True))
+
+
+def test_most_programs_are_valid():
+    """Else the seeds above say little."""
+    valid = 0
+    for seed in PROGRAMS[:30]:
+        program = random_program(seed, GRAMMAR)
+        with suppress(Invalid):
+            reference(program, arguments(program), GRAMMAR)
+            valid += 1
+    assert valid >= 24
+
+
+# --- Faults planted in the machine come out red -----------------------------------------------------------------------------
+
+PLANTED = [
+    (lanes, "merge", "np.where(mask, new, old)", "np.where(True, new, old)"),
+    (lanes, "split", "np.logical_not(condition)", "np.logical_not(np.logical_not(condition))"),
+    (Translator, "turn", "isinstance(node, ast.For) and gone", "False"),
+    (Translator, "turn", "head if jumps_back(node) else NONE", "NONE"),
+    (Translator, "do_Continue", 'call("union", load_name(skipped), load_name(scope.mask))', "load_name(skipped)"),
+    (Translator, "do_Return", 'call("union", load_name("_gone"), load_name(scope.mask))', 'load_name("_gone")'),
+    (Translator, "do_If", "scope.inside(yes, other)", "scope.inside(yes, NONE)"),
+    (Translator, "do_While", "assign(inside, load_name(scope.mask))", 'assign(inside, load_name("_m"))'),
+    (Translator, "value_Compare", "left = load_name(kept)", "pass"),
+    (
+        LocalArray,
+        "store",
+        'np.copyto(self.data[index], value, where=mask, casting="unsafe")',
+        "self.data[index] = value",
+    ),
+    (Launch, "steps", "else gt", "else (lambda a, b: a >= b)"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "old", "new"), PLANTED, ids=[f"{f[1]}: {f[3]}" for f in PLANTED])
+def test_a_planted_fault_is_found(owner, name, old, new, monkeypatch):
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1
+    made: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new), function.__globals__, made)
+    monkeypatch.setattr(owner, name, made[name])
+    assert next(wrong(PROGRAMS), None) is not None
+
+
+def test_a_failing_program_shrinks_to_what_a_person_can_read(monkeypatch):
+    monkeypatch.setattr(lanes, "merge", lambda mask, new, old: new)
+    source = failure(*next(wrong(PROGRAMS)))
+    assert "@kernel" in source and len(source.splitlines()) < 30
+
+
+# --- The reference itself ---------------------------------------------------------------------------------------------------
+
+OPERATORS = [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.and_, operator.or_, operator.xor,
+             operator.lshift, operator.rshift, operator.lt, operator.eq]  # fmt: skip
+PAIRS = [("int32", "int32"), ("int32", "int64"), ("int64", "uint32"), ("uint32", "int32"), ("uint32", "uint32"),
+         ("uint64", "uint32"), ("int64", "int64")]  # fmt: skip
+
+
+def every_operation(a, b):
+    return (a + b, a - b, a * b, a // b, a % b, a & b, a | b, a ^ b, a << (b & 31), a >> (b & 31), a < b, a == b,
+            -a, ~a, abs(a), min(a, b), max(a, b))  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=map("-".join, PAIRS))
+def test_the_reference_s_types_and_values_are_numba_s(first, second):
+    compiled = numba.njit((getattr(numba, first), getattr(numba, second)))(every_operation)
+    kinds = [str(t) for t in compiled.nopython_signatures[0].return_type]
+    lowest, highest = np.iinfo(first).min, np.iinfo(first).max
+    for a, b in [(lowest, 3), (lowest, 1), (highest, 5), (highest, np.iinfo(second).max), (7, 2), (12, 31)]:
+        x, y = Number(first, int(a)), Number(second, int(b))
+        little = Number(second, b & 31)
+        found = [op(x, little if "shift" in op.__name__ else y) for op in OPERATORS]
+        found += [-x, ~x, absolute(x), smallest_or_largest(min)(x, y), smallest_or_largest(max)(x, y)]
+        wanted = compiled(np.dtype(first).type(a), np.dtype(second).type(b))
+        for kind, mine, theirs in zip(kinds, found, wanted, strict=True):
+            assert repr(mine) == (str(theirs) if kind == "bool" else f"{kind}({int(theirs)})")
+
+
+# --- One program by hand ----------------------------------------------------------------------------------------------------
+
+
+@kernel
+def collatz(out):
+    """How many steps take i + 1 to 1; out: int64 [lanes]."""
+    i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    value = int64(i + 1)
+    steps = int64(0)
+    while value != 1:
+        if value % 2 == 0:
+            value //= 2
+        else:
+            value = 3 * value + 1
+        steps += 1
+    out[i] = steps
+
+
+def steps_to_one(value: int) -> int:
+    return 0 if value == 1 else 1 + steps_to_one(3 * value + 1 if value % 2 else value // 2)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, checked], ids=["plain", "checked"])
+def test_collatz(mode):
+    out = np.zeros(3 * 64, np.int64)
+    with mode():
+        collatz[3, 64](out)
+    assert out.tolist() == [steps_to_one(i + 1) for i in range(out.size)]
