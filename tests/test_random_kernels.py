@@ -23,6 +23,7 @@ from random_kernels import (
     Invalid,
     Number,
     Program,
+    Stmt,
     absolute,
     arguments,
     random_program,
@@ -31,7 +32,7 @@ from random_kernels import (
     smallest_or_largest,
 )
 
-from kernels_numba.machine import checked, cuda, int64, kernel, lanes
+from kernels_numba.machine import KernelError, checked, cuda, int64, kernel, lanes
 from kernels_numba.machine.arrays import LocalArray
 from kernels_numba.machine.cpu import Launch
 from kernels_numba.machine.lockstep import Translator
@@ -144,6 +145,43 @@ def test_most_programs_are_valid():
             reference(program, arguments(program), GRAMMAR)
             valid += 1
     assert valid >= 24
+
+
+# --- An index outside a local array is refused ------------------------------------------------------------------------------
+
+NEGATIVE_INDEX = False
+"""Whether every way refuses a negative index as it does one past the end."""
+
+OUTSIDE = ["4", "n", "K + 1", "t % 5"]
+NEGATIVE = ["-1", "K - 4", "t % 4 - 1", "n - 6", "m"]
+ACCESSES = ["x = a[{}]", "x = a[{}] + 1", "a[{}] = x", "a[{}] += x", "x = inner(a, {})"]
+INNER = """
+
+@lanewise
+def inner(row, at):
+    return row[at]
+
+
+@kernel
+"""
+
+
+def with_index(access: str, index: str) -> str:
+    """A kernel with this access to a local array of four elements."""
+    body = ["t = cuda.threadIdx.x", "x = 1", "a = cuda.local.array(4, int64)", "for j in range(4):", "    a[j] = j"]
+    body += [access.format(index), "out_i[t, 0] = x"]
+    program = Program(0, 1, 32, body=[Stmt([line]) for line in body])
+    return str(program).replace("@kernel", INNER.strip(), 1) if "inner" in access else str(program)
+
+
+@pytest.mark.parametrize("index", OUTSIDE + NEGATIVE * NEGATIVE_INDEX)
+@pytest.mark.parametrize("access", ACCESSES)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_index_outside_a_local_array_is_refused(way, access, index):
+    source = with_index(access, index)
+    run = module_from(source, "an index outside").program.at(**BOUND)[1, 32]
+    with pytest.raises(KernelError):
+        launched(run, arguments(Program(0, 1, 32)), way, 32)
 
 
 # --- Faults planted in the machine come out red -----------------------------------------------------------------------------
