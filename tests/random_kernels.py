@@ -129,6 +129,7 @@ class Grammar:
     loop_name_reused: bool = True
     place_in_min: bool = True
     narrow_unary: bool = True
+    local_stores_wrap: bool = True
 
 
 SIGNED, NARROW, UNSIGNED = ("int32", "int64"), ("int32", "int64", "uint32"), ("uint32", "uint64")
@@ -466,7 +467,10 @@ class Writer:
         target = self.element(array, scope)
         if target.kind in ("int64", "float32") and self.chance(0.4):
             return [Stmt([target, f" {self.pick('+-*')}= ", self.expr(target.kind, scope, 1)])]
-        return [Stmt([target, " = ", self.expr(self.stored(target.kind), scope)])]
+        kind = self.stored(target.kind) if self.grammar.local_stores_wrap else target.kind
+        if kind != target.kind and self.chance(0.7):
+            return [Stmt([target, " = 4294967297"])]
+        return [Stmt([target, " = ", self.expr(kind, scope)])]
 
     def stored(self, kind: str) -> str:
         """What may be stored in memory of a kind: an int wraps."""

@@ -49,13 +49,18 @@ GRAMMAR = Grammar(
     loop_name_reused=False,
     place_in_min=False,
     narrow_unary=False,
+    local_stores_wrap=False,
 )
 """Off, besides compiled functions, is what the machine does not do yet.
 
-ints_wrap: an int64 that is the same for all threads wraps. changed_operand: an element of a local array is an operand beside a
-call that writes the array. int_and_or: ``and`` and ``or`` of ints give one of them. loop_name_reused: a loop's variable is
-that of another loop, or had another meaning before. place_in_min: ``min``, ``max`` and ``abs`` of nothing but the thread's place
-and constants. narrow_unary: ``-x`` and ``~x`` of 32 bits where that is not what 64 bits give."""
+ints_wrap: an int64 that is the same for all threads wraps.
+changed_operand: an element of a local array is an operand beside a call that writes the array.
+int_and_or: ``and`` and ``or`` of ints give one of them.
+loop_name_reused: a loop's variable is that of another loop, or had another meaning before.
+place_in_min: ``min``, ``max`` and ``abs`` of nothing but the thread's place and constants.
+narrow_unary: ``-x`` and ``~x`` of 32 bits where that is not what 64 bits give.
+local_stores_wrap: an int stored in a local array of a narrower type.
+"""
 
 WAYS = ("plain", "block by block", "checked")
 
