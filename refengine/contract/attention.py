@@ -1,0 +1,139 @@
+"""What the attention entries share: a geometry of heads, rows drawn for it, and the table of cases of spec contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from backends.layout import LAYOUTS
+from kernels_numba.streams import COMMITTED as COMMITTED_COLUMN
+from refengine.contract.caches import Cache, StreamRows, build_cache
+from refengine.contract.entry import Control, Inputs
+from refengine.contract.gates import EXACT, REPEATS
+from refengine.contract.workbench import Array, Poison, drawn_bf16
+
+ROWS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 256, 257, 4096)
+COMMITTED = (0, 1, 48, 255, 256, 257, 2047, 2048, 4096, 9000)
+PAGE_SIZES = (1, 16, 48, 64, 128, 256, 512, 544)
+GROUPS = (1, 3, 4, 6, 8, 12)
+MOST_EXACT = 48
+"""Rows of a case that are held against float64; more are sampled, the first and the last among them."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """H query heads, HK KV heads of D dims."""
+
+    heads: int
+    kv_heads: int
+    D: int = 256
+
+    @property
+    def scale(self) -> np.float32:
+        return np.float32(self.D**-0.5)
+
+    def __str__(self) -> str:
+        return f"H={self.heads}/{self.kv_heads} D={self.D}"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Streams of (rows, committed) on a form of cache.
+
+    layout: by name. ptok: positions a page. first_page: the lowest page id. number: which of the drawn streams the first is.
+    """
+
+    geometry: Geometry
+    layout: str
+    ptok: int
+    streams: tuple[tuple[int, int], ...]
+    first_page: int = 0
+    number: int = 0
+
+    @property
+    def firsts(self) -> list[int]:
+        """First row of each stream in the launch."""
+        return [int(n) for n in np.cumsum([0] + [rows for rows, _ in self.streams])[:-1]]
+
+    @property
+    def total(self) -> int:
+        """Rows of the launch."""
+        return sum(rows for rows, _ in self.streams)
+
+    def __str__(self) -> str:
+        form = self.layout + (f" P={self.ptok}" if self.layout == "paged" else "")
+        rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
+        far = f" pages from {self.first_page}" if self.first_page else ""
+        return f"{self.geometry} {form} W={rows} p0={committed}{far}"
+
+
+@cache
+def stream_data(geometry: Geometry, seed: int, stream: int, length: int) -> tuple[Array, Array, Array]:
+    """(q [N, H, D], k, v [N, HK, D]) in bf16 of a stream's positions 0 .. N - 1; no two streams are alike."""
+    shapes = (geometry.heads, geometry.kv_heads, geometry.kv_heads)
+    parts = [drawn_bf16((seed, geometry.D, stream, n), length, heads, geometry.D) for n, heads in enumerate(shapes)]
+    return parts[0], parts[1], parts[2]
+
+
+def length_for(positions: int) -> int:
+    """A round number of positions, so that cases share their data."""
+    return -(-max(positions, 1) // 1024) * 1024
+
+
+def sampled(rows: int) -> Array:
+    """Rows to hold against float64."""
+    return (
+        np.unique(np.linspace(0, rows - 1, min(rows, MOST_EXACT)).astype(np.int64)) if rows else np.empty(0, np.int64)
+    )
+
+
+# --- Inputs -----------------------------------------------------------------------------------------------------------
+
+
+def case_data(case: AttentionCase, seed: int) -> list[tuple[Array, Array, Array]]:
+    """(q, k, v) of each stream's positions."""
+    length = length_for(max(rows + committed for rows, committed in case.streams))
+    return [stream_data(case.geometry, seed, case.number + n, length) for n in range(len(case.streams))]
+
+
+def queries(case: AttentionCase, seed: int) -> Array:
+    """bf16 [W, H, D]: the rows of the launch."""
+    return np.concatenate([q[c : c + r] for (q, _, _), (r, c) in zip(case_data(case, seed), case.streams, strict=True)])
+
+
+def laid_out(case: AttentionCase, poison: Poison, seed: int, own_rows: bool) -> Cache:
+    """The streams' cache; own_rows: with the launch's own rows stored (a prompt pass), or without (a decode window)."""
+    rows = [
+        StreamRows(k[: c + r * own_rows], v[: c + r * own_rows], first, r, c)
+        for (_, k, v), first, (r, c) in zip(case_data(case, seed), case.firsts, case.streams, strict=True)
+    ]
+    return build_cache(LAYOUTS[case.layout], case.ptok, rows, poison, first_page=case.first_page)
+
+
+# --- Faults in inputs -------------------------------------------------------------------------------------------------
+
+
+def plant_row(inputs: Inputs, plane: str) -> None:
+    """One element of a committed K or V row of the first stream, changed by one bf16 step."""
+    laid: Cache = inputs["cache"]
+    position = min(31, int(laid.streams[0, COMMITTED_COLUMN]) - 1)
+    laid.arena[laid.word(0, getattr(laid, plane), position, 0, 7)] += 1
+
+
+def stale_length(inputs: Inputs) -> None:
+    """A committed length that is one short."""
+    inputs["cache"].streams[0, COMMITTED_COLUMN] -= 1
+
+
+def attention_controls() -> Sequence[Control]:
+    """Faults that every attention kernel must show."""
+    return [
+        Control("a page table whose first entry names a later page", EXACT, lambda i: i["cache"].swap_first_pages()),
+        Control("a K row changed by one bf16 step", EXACT, lambda i: plant_row(i, "k_plane")),
+        Control("a V row changed by one bf16 step", EXACT, lambda i: plant_row(i, "v_plane")),
+        Control("a stale length", EXACT, stale_length),
+        Control("a K row changed in the last run", REPEATS, lambda i: plant_row(i, "k_plane")),
+    ]

@@ -1,0 +1,1 @@
+"""The entries, a module for each kind of kernel; importing one registers what it holds."""

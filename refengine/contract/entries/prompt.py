@@ -1,0 +1,154 @@
+"""Prompt attention: bounded by float64, and the same bits on pages, in any pass, among any neighbours. Spec attention §1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from refengine.contract.attention import (
+    COMMITTED,
+    GROUPS,
+    PAGE_SIZES,
+    ROWS,
+    AttentionCase,
+    Geometry,
+    attention_controls,
+    case_data,
+    laid_out,
+    queries,
+    sampled,
+)
+from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench
+from refengine.verify import bounds
+from refengine.verify.attention_oracle import attend
+
+PROMPT, LAYOUT = "kernels_numba.prompt_attention", "backends.layout"
+FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256))
+REAL, SMALL = Geometry(24, 4), Geometry(12, 2)
+
+
+@contract
+class PromptAttention(Entry):
+    """One launch a stream."""
+
+    name = "prompt_attention"
+    kernels = ("prompt_attention",)
+    modules = (PROMPT, LAYOUT)
+    axes = {"out": ("row", "head", "dim")}
+
+    def cases(self, full: bool) -> Sequence[AttentionCase]:
+        return list(dict.fromkeys(full_table() if full else small_table()))
+
+    def control_cases(self) -> Sequence[AttentionCase]:
+        return [
+            AttentionCase(Geometry(6, 1), "paged", 48, ((17, 48),)),
+            AttentionCase(Geometry(4, 1), "paged", 16, ((70, 130),)),
+            AttentionCase(Geometry(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
+        ]
+
+    def group(self, case: AttentionCase) -> str:
+        return str(case.geometry)
+
+    def controls(self) -> Sequence[Control]:
+        return attention_controls()
+
+    def inputs(self, case: AttentionCase, poison: Poison, seed: int) -> Inputs:
+        laid = laid_out(case, poison, seed, own_rows=True)
+        return {"q": queries(case, seed), "cache": laid, "scale": case.geometry.scale, "seed": seed}
+
+    def launch(self, case: AttentionCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
+        module, laid = modules[PROMPT], inputs["cache"]
+        heads, kv_heads, D = case.geometry.heads, case.geometry.kv_heads, case.geometry.D
+        layout = modules[LAYOUT].LAYOUTS[case.layout]
+        out, q = bench.output("out", inputs["q"].shape, BF16), bench.input("q", inputs["q"])
+        place = [bench.input(n, getattr(laid, n)) for n in ("arena", "pages", "streams")]
+        bound = module.prompt_attention.at(D=D, HPC=module.heads_per_block(heads // kv_heads), layout=layout)
+        for stream, (rows, _) in enumerate(case.streams):
+            grid, threads, shared = module.launch_shape(rows, heads, kv_heads, D)
+            bound[grid, threads, None, shared](
+                out, q, *place, stream, laid.k_plane, laid.v_plane, laid.page_words, heads, kv_heads, inputs["scale"]
+            )
+
+    def exact(self, case: AttentionCase, inputs: Inputs) -> Bounds:
+        value = np.zeros(inputs["q"].shape)
+        limit = np.full(value.shape, np.inf)
+        for (q, k, v), first, (rows, committed) in zip(
+            case_data(case, inputs["seed"]), case.firsts, case.streams, strict=True
+        ):
+            chosen = sampled(rows)
+            if len(chosen):
+                keys, positions = committed + rows, committed + chosen
+                visible = np.arange(keys) <= positions[:, None]
+                found = attend(q[positions], k[:keys], v[:keys], visible, float(inputs["scale"]))
+                value[first + chosen] = found.out
+                limit[first + chosen] = bounds.prompt_attention(found, case.geometry.D)
+        return {"out": (value, limit)}
+
+    def twins(
+        self, case: AttentionCase, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]
+    ) -> Iterator[tuple[str, Outputs]]:
+        parts = [self.other_pass(case, n, inputs["seed"], run) for n in range(len(case.streams))]
+        yield "each stream alone on a window, in a longer pass", {"out": np.concatenate(parts)}
+
+    def other_pass(self, case: AttentionCase, stream: int, seed: int, run: Callable[[Any, Inputs], Outputs]) -> Array:
+        """A stream's rows out of a window pass from three rows earlier to two rows later."""
+        rows, committed = case.streams[stream]
+        before = min(3, committed)
+        longer = AttentionCase(
+            case.geometry, "window", 0, ((rows + before + 2, committed - before),), number=case.number + stream
+        )
+        return run(longer, self.inputs(longer, NAN, seed))["out"][before : before + rows]
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+def one(geometry: Geometry, form: tuple[str, int], rows: int, committed: int) -> AttentionCase:
+    return AttentionCase(geometry, *form, ((rows, committed),))
+
+
+def full_table() -> Iterator[AttentionCase]:
+    """Every row count, committed length and form of the real heads; every page size, group and head_dim; several streams."""
+    yield from (one(REAL, form, w, p) for w, p, form in product(ROWS, COMMITTED, FORMS))
+    for size, (w, p) in product(PAGE_SIZES, ((17, 48), (65, 255), (129, 2048), (257, 9000))):
+        yield one(REAL, ("paged", size), w, p)
+    for group, D, form, (w, p) in product(GROUPS, (64, 128, 256), FORMS, ((17, 48), (129, 257), (65, 2047))):
+        yield one(Geometry(2 * group, 2, D), form, w, p)
+    yield from several_streams(REAL)
+    yield from small_table()
+
+
+def small_table() -> Iterator[AttentionCase]:
+    """Every row count up to 257 and committed length up to 2048 once, every form, page size, group and head_dim."""
+    some = (
+        (1, 257),
+        (15, 48),
+        (16, 0),
+        (17, 255),
+        (63, 1),
+        (64, 256),
+        (65, 2047),
+        (127, 0),
+        (128, 48),
+        (129, 1),
+        (257, 255),
+    )
+    for n, (w, p) in enumerate(some):
+        yield one(Geometry(6, 1), FORMS[n % 3], w, p)
+    yield from (one(Geometry(6, 1), ("paged", size), 17, 2048 if size == 544 else 130) for size in PAGE_SIZES)
+    for n, (group, D) in enumerate(product(GROUPS, (64, 128, 256))):
+        yield one(Geometry(group, 1, D), FORMS[n % 3], 33, 96)
+    yield one(REAL, ("paged", 48), 20, 300)
+    yield AttentionCase(Geometry(1, 1, 64), "paged", 1, ((5, 70),), first_page=65_530)
+    yield from several_streams(SMALL)
+
+
+def several_streams(geometry: Geometry) -> Iterator[AttentionCase]:
+    """Streams of one launch, one of them without rows, one at its start."""
+    for form in FORMS:
+        yield AttentionCase(geometry, *form, ((9, 50), (33, 7)))
+        yield AttentionCase(geometry, *form, ((5, 300), (0, 64), (17, 0)))

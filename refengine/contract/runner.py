@@ -1,0 +1,85 @@
+"""The whole contract, spread over processes: cases first, then what is planted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+from refengine.contract.controls import Planted, mutants, plant_control, plant_mutant
+from refengine.contract.entry import entries
+from refengine.contract.gates import Trial, Verdict, judge, this_device
+
+THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run. device: cpu or cuda. full: every case. mutate: every mutant, not the controls alone."""
+
+    device: str
+    names: tuple[str, ...]
+    full: bool = False
+    mutate: bool = False
+    seed: int = 0
+    recorded: Mapping[str, str] = field(default_factory=dict)
+
+    def trial(self, watched: bool = False) -> Trial:
+        return Trial(this_device(self.device), recorded=self.recorded, seed=self.seed, watched=watched)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work for one process: the cases of a group, or one planted fault."""
+
+    entry: str
+    kind: str
+    group: str = ""
+    number: int = 0
+
+
+def tasks(order: Order) -> list[Task]:
+    """Everything to do, the long pieces first."""
+    out: list[Task] = []
+    for name in order.names:
+        entry = entries()[name]
+        if not order.mutate:
+            groups = dict.fromkeys(entry.group(case) for case in entry.cases(order.full))
+            out += [Task(name, "cases", group) for group in groups]
+            out += [Task(name, "control", number=n) for n in range(len(entry.controls()))]
+        chosen = [n for n, mutant in enumerate(mutants(entry)) if order.mutate or mutant.control]
+        if order.device == "cpu":
+            out += [Task(name, "mutant", number=n) for n in chosen]
+    return out
+
+
+def perform(order: Order, task: Task) -> list[Verdict | Planted]:
+    """One task, in this process."""
+    entry = entries()[task.entry]
+    if task.kind == "control":
+        return [plant_control(entry, entry.controls()[task.number], order.trial())]
+    if task.kind == "mutant":
+        return [plant_mutant(entry, mutants(entry)[task.number], order.trial())]
+    cases = [case for case in entry.cases(order.full) if entry.group(case) == task.group]
+    watched = entry.control_cases()[0]
+    return [judge(entry, case, order.trial(watched=case == watched)) for case in cases]
+
+
+def results(order: Order, work: Sequence[Task], processes: int) -> Iterator[list[Verdict | Planted]]:
+    """The results of tasks as they come. processes: at once; 1: this one."""
+    if processes == 1:
+        yield from (perform(order, task) for task in work)
+        return
+    for name in THREADS_OF_LIBRARIES:
+        os.environ.setdefault(name, "1")
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        waiting: set[Future] = {pool.submit(perform, order, task) for task in work}
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            for future in waiting:
+                future.cancel()
