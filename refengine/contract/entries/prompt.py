@@ -28,6 +28,8 @@ from refengine.verify.attention_oracle import attend
 
 PROMPT, LAYOUT = "kernels_numba.prompt_attention", "backends.layout"
 FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256))
+FAR_PAGES = AttentionCase(Geometry(1, 1, 64), "paged", 1, ((5, 70),), first_page=65_530)
+"""Page ids on both sides of 2^16."""
 REAL, SMALL = Geometry(24, 4), Geometry(12, 2)
 
 
@@ -48,6 +50,7 @@ class PromptAttention(Entry):
             AttentionCase(Geometry(6, 1), "paged", 48, ((17, 48),)),
             AttentionCase(Geometry(4, 1), "paged", 16, ((70, 130),)),
             AttentionCase(Geometry(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
+            FAR_PAGES,
         ]
 
     def group(self, case: AttentionCase) -> str:
@@ -143,7 +146,7 @@ def small_table() -> Iterator[AttentionCase]:
     for n, (group, D) in enumerate(product(GROUPS, (64, 128, 256))):
         yield one(Geometry(group, 1, D), FORMS[n % 3], 33, 96)
     yield one(REAL, ("paged", 48), 20, 300)
-    yield AttentionCase(Geometry(1, 1, 64), "paged", 1, ((5, 70),), first_page=65_530)
+    yield FAR_PAGES
     yield from several_streams(SMALL)
 
 

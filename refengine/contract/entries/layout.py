@@ -1,0 +1,114 @@
+"""The address function of each form of cache, alone: far pages need numbers, not gigabytes. Spec attention §3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kernels_numba.machine import cuda, kernel
+from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.gates import EXACT, REPEATS
+from refengine.contract.workbench import Poison, Workbench
+
+LAYOUT = "backends.layout"
+THREADS = 32
+PAGE_IDS = (0, 1, 8191, 8192, 65_535, 65_536, 131_072, 2**31 - 1)
+"""Page ids at the edges of 16 bits, of a product of 32 bits, of int32."""
+FAR = 2**30
+"""First entry of a page table, first word of a pool: beyond 32 bits in bytes."""
+
+
+@kernel
+def locate_kernel(out, positions, pages, base, table, ptok, page_words, *, layout):
+    """out[i] = (start, slot) of positions[i]. out: int64 [N, 2]. positions: int64 [N]. pages: int32 [entries]. Launch: one block."""
+    for first in range(0, positions.shape[0], THREADS):
+        i = first + cuda.threadIdx.x
+        if i < positions.shape[0]:
+            start, slot = layout.locate(positions[i], base, table, ptok, pages, page_words)
+            out[i, 0] = start
+            out[i, 1] = slot
+
+
+@dataclass(frozen=True)
+class AddressCase:
+    """Positions over all of PAGE_IDS' pages of ``ptok`` positions and ``page_words`` words."""
+
+    layout: str
+    ptok: int
+    page_words: int
+
+    def __str__(self) -> str:
+        return f"{self.layout} P={self.ptok} page of {self.page_words} words"
+
+
+@contract
+class Locate(Entry):
+    """start and slot in 64 bits, whatever the page id, the page's size and the pool's place."""
+
+    name = "locate"
+    kernels = ()
+    modules = (LAYOUT,)
+    axes = {"out": ("position", "start or slot")}
+
+    def cases(self, full: bool) -> Sequence[AddressCase]:
+        sizes = (1, 16, 48, 64, 128, 256, 512, 544)
+        paged = [AddressCase("paged", size, words) for size in sizes for words in (16_384, 262_144)]
+        return [AddressCase("window", 9000, 1), *paged, AddressCase("paged_p256", 256, 262_144)]
+
+    def control_cases(self) -> Sequence[AddressCase]:
+        return [AddressCase("paged", 48, 262_144), AddressCase("paged_p256", 256, 262_144)]
+
+    def inputs(self, case: AddressCase, poison: Poison, seed: int) -> Inputs:
+        last = case.ptok * (len(PAGE_IDS) if case.layout != "window" else 1)
+        positions = np.unique(np.concatenate([np.arange(last - 1, -1, -max(1, last // 97)), [0, last - 1]]))
+        pages = np.concatenate([np.full(3, 10**6), PAGE_IDS, np.full(2, 10**6)]).astype(np.int32)
+        return {"positions": positions.astype(np.int64), "pages": pages, "base": 4 * FAR + 36, "table": 3}
+
+    def launch(self, case: AddressCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
+        layout = layouts(modules[LAYOUT])[case.layout]
+        out = bench.output("out", (len(inputs["positions"]), 2), np.int64)
+        place = (bench.input("positions", inputs["positions"]), bench.input("pages", inputs["pages"]))
+        numbers = (inputs["base"], inputs["table"], case.ptok, case.page_words)
+        locate_kernel.at(layout=layout)[1, THREADS](out, *place, *numbers)
+
+    def exact(self, case: AddressCase, inputs: Inputs) -> Bounds:
+        """Python's own integers, which have no width."""
+        rows = [address(case, inputs, int(position)) for position in inputs["positions"]]
+        value = np.array(rows, np.float64)
+        return {"out": (value, np.full(value.shape, 0.5))}
+
+    def twins(
+        self, case: AddressCase, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]
+    ) -> Iterator[tuple[str, Outputs]]:
+        wanted = [address(case, inputs, int(position)) for position in inputs["positions"]]
+        yield "integers of no width", {"out": np.array(wanted, np.int64)}
+        if case.layout == "paged_p256":
+            yield "pages of 256", run(AddressCase("paged", 256, case.page_words), inputs)
+
+    def controls(self) -> Sequence[Control]:
+        return [
+            Control("a page table whose first entry names a later page", EXACT, swap_first_pages),
+            Control("a page table changed in the last run", REPEATS, swap_first_pages),
+        ]
+
+
+def layouts(module: ModuleType) -> dict[str, Any]:
+    """The module's layouts, by name."""
+    return module.LAYOUTS
+
+
+def address(case: AddressCase, inputs: Inputs, position: int) -> tuple[int, int]:
+    """(start, slot) of a position."""
+    if case.layout == "window":
+        return inputs["base"], position
+    entry, slot = divmod(position, case.ptok)
+    return inputs["base"] + int(inputs["pages"][inputs["table"] + entry]) * case.page_words, slot
+
+
+def swap_first_pages(inputs: Inputs) -> None:
+    pages, first = inputs["pages"], inputs["table"]
+    pages[[first, first + 1]] = pages[[first + 1, first]]
