@@ -13,8 +13,8 @@ from rich.table import Table
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.contract.controls import Planted
-from refengine.contract.entry import entries, uncovered
 from refengine.contract.gates import GATES, Verdict
+from refengine.contract.registry import entries, entry_named, uncovered
 from refengine.contract.runner import Order, results, tasks
 from refengine.device import open_device
 
@@ -43,12 +43,12 @@ class Report:
     def failed(self) -> list[str]:
         """Kernels with a case that fails, or without an entry."""
         bad = {v.entry for v in self.verdicts if not v.passed}
-        return sorted({k for name in bad for k in entries()[name].kernels} | set(self.missing))
+        return sorted({k for name in bad for k in entry_named(name).subjects} | set(self.missing))
 
     @property
     def kernels(self) -> list[str]:
         ran = {v.entry for v in self.verdicts} | {p.entry for p in self.planted}
-        return sorted({k for name in ran for k in entries()[name].kernels} | set(self.missing))
+        return sorted({k for name in ran for k in entry_named(name).subjects} | set(self.missing))
 
     @property
     def missed(self) -> list[Planted]:

@@ -7,16 +7,12 @@ of ``kernels_numba`` that no entry names fails the run.
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar
 
-import kernels_numba
-from kernels_numba.machine import Kernel
 from refengine.contract.workbench import Array, Poison, Workbench
 
 Inputs = dict[str, Any]
@@ -49,6 +45,11 @@ class Entry(ABC):
     kernels: ClassVar[tuple[str, ...]]
     modules: ClassVar[tuple[str, ...]]
     axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What a report counts: the kernels, or the entry itself where it has none of the product's."""
+        return self.kernels or (self.name,)
 
     @abstractmethod
     def cases(self, full: bool) -> Sequence[Any]:
@@ -95,32 +96,6 @@ def contract(cls: type[Entry]) -> type[Entry]:
     """Register an entry."""
     ENTRIES[cls.name] = cls()
     return cls
-
-
-@cache
-def entries() -> dict[str, Entry]:
-    """Every entry, by name."""
-    package = importlib.import_module("refengine.contract.entries")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-    return dict(sorted(ENTRIES.items()))
-
-
-@cache
-def product_kernels() -> dict[str, str]:
-    """Every kernel of kernels_numba, and the module that defines it."""
-    found = {}
-    for info in pkgutil.iter_modules(kernels_numba.__path__, "kernels_numba."):
-        for name, value in vars(importlib.import_module(info.name)).items():
-            if isinstance(value, Kernel) and value.fn.__module__ == info.name:
-                found[name] = info.name
-    return found
-
-
-def uncovered() -> list[str]:
-    """Kernels that have no entry."""
-    covered = {name for entry in entries().values() for name in entry.kernels}
-    return sorted(set(product_kernels()) - covered)
 
 
 def product_modules(entry: Entry) -> Modules:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from refengine.contract.controls import Planted, mutants, plant_control, plant_mutant
-from refengine.contract.entry import entries
 from refengine.contract.gates import Trial, Verdict, judge, this_device
+from refengine.contract.registry import entry_named
 
 THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -44,7 +44,7 @@ def tasks(order: Order) -> list[Task]:
     """Everything to do, the long pieces first."""
     out: list[Task] = []
     for name in order.names:
-        entry = entries()[name]
+        entry = entry_named(name)
         if not order.mutate:
             groups = dict.fromkeys(entry.group(case) for case in entry.cases(order.full))
             out += [Task(name, "cases", group) for group in groups]
@@ -57,7 +57,7 @@ def tasks(order: Order) -> list[Task]:
 
 def perform(order: Order, task: Task) -> list[Verdict | Planted]:
     """One task, in this process."""
-    entry = entries()[task.entry]
+    entry = entry_named(task.entry)
     if task.kind == "control":
         return [plant_control(entry, entry.controls()[task.number], order.trial())]
     if task.kind == "mutant":

@@ -40,23 +40,29 @@ POISONS = (NAN, HUGE, ONES)
 
 @dataclass
 class Buffer:
-    """One array of a run. before: its bytes on the host, guards included. may_write: bool, of the array's shape; None: all of it
-    must be written; False: nothing may be."""
+    """One array of a run. memory: its bytes on the device, ``guard`` of them before and after it. before: the same on the host.
+
+    may_write: bool, of the array's shape; None: all of it must be written; False: nothing may be; True: anything may. shown:
+    whether what was written is an output.
+    """
 
     name: str
-    memory: Any
     array: Any
+    memory: Any
+    guard: int
     before: Array
     may_write: Array | bool | None
+    shown: bool
 
 
 class Workbench:
-    """The buffers of one run on a device. Kernels get ``input``, ``output`` and ``changed`` arrays; ``finish`` holds them
-    against what they were."""
+    """The buffers of one run on a device. Kernels get ``input``, ``output``, ``changed`` and ``scratch`` arrays; ``finish``
+    holds them against what they were."""
 
     def __init__(self, device: Device, poison: Poison):
         self.device, self.poison = device, poison
         self.buffers: list[Buffer] = []
+        self.results: dict[str, Array] = {}
 
     def input(self, name: str, array: Array) -> Any:
         """An array that nobody may write."""
@@ -64,8 +70,7 @@ class Workbench:
 
     def output(self, name: str, shape: tuple[int, ...], dtype: Any = BF16) -> Any:
         """An array of which every element must be written."""
-        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self._place(name, self.poison.filled(nbytes).view(dtype).reshape(shape), None)
+        return self._place(name, self._poisoned(shape, dtype), None)
 
     def changed(self, name: str, array: Array, may_write: Array) -> Any:
         """An array that is read and written; may_write: bool of its shape, the elements that must be written."""
@@ -73,8 +78,21 @@ class Workbench:
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Room that holds nothing before or after; its guards must hold."""
+        return self._place(name, self._poisoned(shape, dtype), True)
+
+    def watch(self, name: str, array: Any, may_write: Array) -> None:
+        """An array of somebody else's, from now on; may_write as in ``changed``. It is no output."""
+        before = self.device.get(array).reshape(-1).view(np.uint8).copy()
+        memory = array.reshape(-1).view(np.uint8)
+        self.buffers.append(Buffer(name, array, memory, 0, before, may_write, shown=False))
+
+    def result(self, name: str, array: Any) -> None:
+        """An output that lies elsewhere: its bits count, its place is not held."""
+        self.results[name] = self.device.get(array).copy()
+
+    def _poisoned(self, shape: tuple[int, ...], dtype: Any) -> Array:
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self._place(name, self.poison.filled(nbytes).view(dtype).reshape(shape), True)
+        return self.poison.filled(nbytes).view(dtype).reshape(shape)
 
     def _place(self, name: str, array: Array, may_write: Array | bool | None) -> Any:
         guard = self.poison.filled(GUARD_BYTES)
@@ -83,23 +101,24 @@ class Workbench:
         before = np.concatenate([guard, inside, pad, guard])
         memory = self.device.put(before.copy())
         view = memory[GUARD_BYTES : GUARD_BYTES + len(inside)].view(array.dtype).reshape(array.shape)
-        self.buffers.append(Buffer(name, memory, view, before, may_write))
+        shown = may_write is None or isinstance(may_write, np.ndarray)
+        self.buffers.append(Buffer(name, view, memory, GUARD_BYTES, before, may_write, shown))
         return view
 
     def finish(self) -> tuple[dict[str, Array], list[str]]:
         """(outputs by name, what was done that may not be)."""
         self.device.synchronize()
-        outputs, problems = {}, []
+        outputs, problems = dict(self.results), []
         for buffer in self.buffers:
             after = self.device.get(buffer.memory)
             problems += self._problems(buffer, after)
-            if buffer.may_write is None or isinstance(buffer.may_write, np.ndarray):
+            if buffer.shown:
                 outputs[buffer.name] = written(inner(after, buffer), buffer.may_write)
         return outputs, problems
 
     def _problems(self, buffer: Buffer, after: Array) -> list[str]:
         """What is wrong with one buffer after the run."""
-        start, end = GUARD_BYTES, GUARD_BYTES + buffer.array.nbytes
+        start, end = buffer.guard, buffer.guard + buffer.array.nbytes
         outside = (after[:start] != buffer.before[:start]).any() or (after[end:] != buffer.before[end:]).any()
         problems = [f"{buffer.name}: written past an end"] if outside else []
         if buffer.may_write is True:
@@ -115,21 +134,22 @@ class Workbench:
 
     def poison_bits(self, dtype: Any) -> Any:
         """The poison as the bits of one element."""
-        size = np.dtype(dtype).itemsize
-        return self.poison.filled(max(size, 2)).view(f"u{size}")[0]
+        return self._poisoned((1,), f"u{np.dtype(dtype).itemsize}")[0]
 
 
-def written(array: Array, may_write: Array | None) -> Array:
+def written(array: Array, may_write: Array | bool | None) -> Array:
     """A copy of what a kernel wrote, zero elsewhere."""
     out = array.copy()
-    if may_write is not None:
+    if isinstance(may_write, np.ndarray):
         out[~may_write] = 0
     return out
 
 
 def inner(memory: Array, buffer: Buffer) -> Array:
     """The array inside its guards, of bytes on the host."""
-    return memory[GUARD_BYTES : GUARD_BYTES + buffer.array.nbytes].view(buffer.array.dtype).reshape(buffer.array.shape)
+    return (
+        memory[buffer.guard : buffer.guard + buffer.array.nbytes].view(buffer.array.dtype).reshape(buffer.array.shape)
+    )
 
 
 def bits(array: Array) -> Array:

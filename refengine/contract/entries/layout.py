@@ -24,7 +24,10 @@ FAR = 2**30
 
 @kernel
 def locate_kernel(out, positions, pages, base, table, ptok, page_words, *, layout):
-    """out[i] = (start, slot) of positions[i]. out: int64 [N, 2]. positions: int64 [N]. pages: int32 [entries]. Launch: one block."""
+    """out[i] = (start, slot) of positions[i]. out: int64 [N, 2]. positions: int64 [N]. pages: int32 [entries].
+
+    Launch: one block of 32 threads.
+    """
     for first in range(0, positions.shape[0], THREADS):
         i = first + cuda.threadIdx.x
         if i < positions.shape[0]:
