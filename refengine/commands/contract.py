@@ -10,8 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
+from backends.base import backend_names
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
+from refengine.contract.backend import PREFIX
 from refengine.contract.controls import Planted
 from refengine.contract.gates import GATES, Verdict
 from refengine.contract.registry import entries, entry_named, uncovered
@@ -29,6 +31,7 @@ class Request:
     mutate: bool
     seed: int
     processes: int | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Report:
 def run(request: Request, json: Path | None) -> int:
     """Run the contract and show it; the exit status. Raises UserError, KernelError."""
     check_report(json)
-    names = chosen(request.kernel)
+    names = chosen(request.kernel) if request.backend is None else backend_entry(request.backend)
     order = Order(open_device(request.device).name, names, request.full, request.mutate, request.seed)
     report = collected(
         order, request.processes or processes(order.device), missing=[] if request.kernel else uncovered()
@@ -87,6 +90,11 @@ def chosen(kernel: str | None) -> tuple[str, ...]:
     if kernel is None:
         return tuple(entries())
     return (known_name("KERNEL", kernel, list(entries())),)
+
+
+def backend_entry(name: str) -> tuple[str, ...]:
+    """The entry of a registered backend. Raises UserError for a name that is none."""
+    return (PREFIX + known_name("--backend", name, backend_names()),)
 
 
 def processes(device: str) -> int:

@@ -51,6 +51,7 @@ class PromptAttention(Entry):
             AttentionCase(Geometry(4, 1), "paged", 16, ((70, 130),)),
             AttentionCase(Geometry(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
             FAR_PAGES,
+            AttentionCase(SMALL, "paged", 48, ((257, 300),)),
         ]
 
     def group(self, case: AttentionCase) -> str:
