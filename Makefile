@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint contract clean
 
 demo: .venv/ready
 	$(BIN)/refengine compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32
@@ -17,6 +17,9 @@ lint: .venv/ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+contract: .venv/ready
+	$(BIN)/refengine contract
 
 clean:
 	rm -rf .venv build *.egg-info
