@@ -1,0 +1,54 @@
+"""What the entries share whose kernels take rows one by one: the twins are the rows in other batches, the controls a changed row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from refengine.contract.entry import Control, Entry, Inputs, Outputs
+from refengine.contract.gates import EXACT, REPEATS
+from refengine.contract.workbench import Array, bits
+
+NARROW = 32
+"""Rows of the second batch, at most: a matrix product has another form up to here."""
+
+
+class ByRow(Entry):
+    """Kernels to which the rows of a launch are strangers. A case is a dataclass with ``rows``.
+
+    by_row: the inputs, and ``rows_of`` the one that controls change, that have a row for each row of the launch.
+    """
+
+    by_row: ClassVar[tuple[str, ...]]
+
+    @property
+    def rows_of(self) -> str:
+        return self.by_row[0]
+
+    def twins(self, case: Any, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]) -> Iterator[tuple[str, Outputs]]:
+        if case.rows > 1:
+            edges = sorted({0, 1, min(1 + NARROW, case.rows), case.rows})
+            parts = [
+                run(replace(case, rows=stop - start), {**inputs, **{n: inputs[n][start:stop] for n in self.by_row}})
+                for start, stop in zip(edges, edges[1:], strict=False)
+            ]
+            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            yield "the first row alone, the others in batches", whole
+
+    def controls(self) -> Sequence[Control]:
+        return [
+            Control("one element changed by one step", EXACT, lambda inputs: self.change(inputs)),
+            Control("one element changed in the last run", REPEATS, lambda inputs: self.change(inputs)),
+        ]
+
+    def change(self, inputs: Inputs) -> None:
+        """A small change that must show."""
+        step(inputs[self.rows_of])
+
+
+def step(x: Array) -> None:
+    """Change the middle of an array by one step of its type."""
+    bits(x).reshape(-1)[x.size // 2] += 1
