@@ -1,4 +1,4 @@
-"""What the entries share whose kernels take rows one by one: the twins are the rows in other batches, the controls a changed row."""
+"""What entries share whose kernels take rows one by one: twins are rows in other batches, a control changes a row."""
 
 from __future__ import annotations
 
