@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class Norm(ByRow):
 
     modules = (NORMS,)
     axes = {"out": ("row", "dim"), "h": ("row", "dim")}
-    by_row: tuple[str, ...] = ("x",)
+    by_row: ClassVar[tuple[str, ...]] = ("x",)
 
     def cases(self, full: bool) -> Sequence[NormCase]:
         some = [NormCase(5, dims) for dims in DIMS[:4]] + [NormCase(1, 2560), NormCase(34, 128)]

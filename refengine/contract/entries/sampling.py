@@ -10,7 +10,6 @@ import numpy as np
 from refengine.contract.by_row import ByRow
 from refengine.contract.entry import Bounds, Inputs, Modules, contract
 from refengine.contract.workbench import Array, Poison, Workbench, drawn
-from refengine.verify.oracles import TINY
 
 SAMPLING = "kernels_numba.sampling"
 THREADS = 1024
@@ -29,7 +28,7 @@ class ArgmaxCase:
 
 @contract
 class Argmax(ByRow):
-    """The rows go through ``kinds`` of logits in turn."""
+    """ids[row] = the lowest id among the largest logits; the rows are of all kinds in turn."""
 
     name = "argmax"
     kernels = ("argmax_kernel",)
@@ -55,12 +54,12 @@ class Argmax(ByRow):
         modules[SAMPLING].argmax(ids, bench.input("logits", inputs["logits"]))
 
     def exact(self, case: ArgmaxCase, inputs: Inputs) -> Bounds:
-        """An id is the right one or it is not."""
+        """Ids are whole: half a step is far enough."""
         logits = inputs["logits"]
         best = np.where(np.isnan(logits), -np.inf, logits).max(axis=1, keepdims=True)
         among = logits == best
         value = np.where(among.any(axis=1), among.argmax(axis=1), -1).astype(np.float64)
-        return {"ids": (value, np.full(value.shape, TINY))}
+        return {"ids": (value, np.full(value.shape, 0.5))}
 
     def change(self, inputs: Inputs) -> None:
         """The first logit of the first row becomes its largest."""
