@@ -90,7 +90,6 @@ def decode_attention(exact: Attended, D: int) -> Float64:
 
 def worst_fraction(found: NDArray, exact: Float64, bound: Float64) -> float:
     """The largest |found - exact| / bound; inf when a found value is not finite. A test passes at 1 or less."""
-    found = np.asarray(found).astype(np.float64)
     if not np.isfinite(found).all():
         return float("inf")
-    return float((np.abs(found - exact) / bound).max(initial=0.0))
+    return float((np.abs(np.asarray(found).astype(np.float64) - exact) / bound).max(initial=0.0))

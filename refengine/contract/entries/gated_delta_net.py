@@ -100,14 +100,14 @@ class Conv(OverStreams):
         return [
             StreamsCase(ODD, (5, 0, 2)),
             StreamsCase(TINY, (2, 0, 5, 1)),
-            StreamsCase(Heads(16, 16), (64,), draw=4),
+            StreamsCase(Heads(16, 16), (64,), draw=12),
         ]
 
     def inputs(self, case: StreamsCase, poison: Poison, seed: int) -> Inputs:
-        """In a head a pair of channels dominates, in the last channel the oldest taps cancel: there orders of sums show."""
-        inputs, normed = super().inputs(case, poison, seed), 2 * case.heads.key * HEAD
-        minor = np.arange(normed) % HEAD > 1
-        inputs["taps"][:normed][minor] *= BF16.type(2.0**-5)
+        """Orders of sums show where a pair of channels outweighs its head, in every other one, and where taps cancel, in
+        the last channel."""
+        inputs, channel = super().inputs(case, poison, seed), np.arange(2 * case.heads.key * HEAD)
+        inputs["taps"][channel[(channel // HEAD % 2 == 0) & (channel % HEAD > 1)]] *= BF16.type(2.0**-5)
         inputs["taps"][-1] = np.array([2.0**20, -(2.0**20), 0.7, 0.41], BF16)
         inputs["mixed"][:, case.heads.channels - 1] = inputs["histories"][..., -1] = 1.5
         owners = np.repeat(np.arange(len(case.rows)), case.rows).astype(np.int32)
