@@ -19,20 +19,21 @@ NARROW = 32
 class ByRow(Entry):
     """Kernels to which the rows of a launch are strangers. A case is a dataclass with ``rows``.
 
-    by_row: the inputs, and ``rows_of`` the one that controls change, that have a row for each row of the launch.
+    by_row: the inputs that have a row for each row of the launch; controls change the first. ``in_place``, where a case has
+    it, is off in its twins: an output of its own gives the same bits.
     """
 
     by_row: ClassVar[tuple[str, ...]]
 
-    @property
-    def rows_of(self) -> str:
-        return self.by_row[0]
-
     def twins(self, case: Any, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]) -> Iterator[tuple[str, Outputs]]:
         if case.rows > 1:
             edges = sorted({0, 1, min(1 + NARROW, case.rows), case.rows})
+            apart = {"in_place": False} if hasattr(case, "in_place") else {}
             parts = [
-                run(replace(case, rows=stop - start), {**inputs, **{n: inputs[n][start:stop] for n in self.by_row}})
+                run(
+                    replace(case, rows=stop - start, **apart),
+                    {**inputs, **{n: inputs[n][start:stop] for n in self.by_row}},
+                )
                 for start, stop in zip(edges, edges[1:], strict=False)
             ]
             whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -46,7 +47,7 @@ class ByRow(Entry):
 
     def change(self, inputs: Inputs) -> None:
         """A small change that must show."""
-        step(inputs[self.rows_of])
+        step(inputs[self.by_row[0]])
 
 
 def step(x: Array) -> None:
