@@ -71,6 +71,10 @@ class Entry(ABC):
     def twins(self, case: Any, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]) -> Iterator[tuple[str, Outputs]]:
         """Gate 2: (what it is, outputs that this case's must equal bit for bit). run: another case, on clean kernels."""
 
+    def view(self, inputs: Inputs, outputs: Outputs) -> Outputs:
+        """The outputs as the gates compare them: rows gathered from a cache, say, whose words differ between its forms."""
+        return outputs
+
     def group(self, case: Any) -> str:
         """Cases of one group run one after the other in one process, and may share what they computed."""
         return ""

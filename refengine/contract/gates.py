@@ -98,7 +98,8 @@ def run(entry: Entry, case: Any, trial: Trial, poison: Poison) -> tuple[Outputs,
         trial.drift(inputs)
     bench = Workbench(trial.device, poison)
     entry.launch(case, inputs, bench, trial.modules or product_modules(entry))
-    return bench.finish()
+    outputs, problems = bench.finish()
+    return entry.view(inputs, outputs), problems
 
 
 # --- Gate 1 -----------------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def gate_exact(entry: Entry, case: Any, trial: Trial, verdict: Verdict, outputs:
     def twin(other: Any, own: dict[str, Any]) -> Outputs:
         bench = Workbench(clean.device, NAN)
         entry.launch(other, own, bench, product_modules(entry))
-        return bench.finish()[0]
+        return entry.view(own, bench.finish()[0])
 
     for what, wanted in entry.twins(case, inputs, twin):
         for name, array in wanted.items():

@@ -68,9 +68,9 @@ class Workbench:
         """An array that nobody may write."""
         return self._place(name, array, False)
 
-    def output(self, name: str, shape: tuple[int, ...], dtype: Any = BF16) -> Any:
-        """An array of which every element must be written."""
-        return self._place(name, self._poisoned(shape, dtype), None)
+    def output(self, name: str, shape: tuple[int, ...], dtype: Any = BF16, written: Array | None = None) -> Any:
+        """An array of which every element must be written; written: bool of its shape, only those and no others."""
+        return self._place(name, self._poisoned(shape, dtype), written)
 
     def changed(self, name: str, array: Array, may_write: Array) -> Any:
         """An array that is read and written; may_write: bool of its shape, the elements that must be written."""
