@@ -35,6 +35,12 @@ def rounded(value: Array, error: Array) -> Pair:
     return within(value, error + B * (np.abs(value) + error))
 
 
+def copied(value: Array) -> Pair:
+    """bf16 values that nothing may change: no two differ by less than 2^-133."""
+    (value,) = wide(value)
+    return value, np.full(value.shape, 2.0**-134)
+
+
 def wide(*arrays: Array) -> tuple[Array, ...]:
     return tuple(np.asarray(a).astype(np.float64) for a in arrays)
 
@@ -86,6 +92,28 @@ def rms_norm(x: Array, gain: Array, eps: float) -> Pair:
     value = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
     additions = 2 * -(-x.shape[1] // 256) + 7
     return rounded(value, (additions / 2 + 5) * U * np.abs(value))
+
+
+def rotated_heads(x: Array, gain: Array, cos_sin: Array, eps: float) -> Pair:
+    """Heads normed, rounded to bf16, their first dims rotated. x: [W, heads, D], gain: [D], cos_sin: [W, 2, R/2].
+
+    A square passes D/32 additions in its lane and 5 exchanges; the rest of the norm as rms_norm. A rotation carries the
+    errors of both elements of a pair through cos and sin, and rounds a product and the sum.
+    """
+    x, gain, cos_sin = wide(x, gain, cos_sin)
+    normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
+    normed, error = rounded(normed, ((x.shape[-1] // 32 + 5) / 2 + 5) * U * np.abs(normed))
+    half, cos, sin = cos_sin.shape[-1], cos_sin[:, None, 0], cos_sin[:, None, 1]
+    (a, b), (a_error, b_error) = ((part[..., :half], part[..., half : 2 * half]) for part in (normed, error))
+    turned = [(a, b, -sin, a_error, b_error), (b, a, sin, b_error, a_error)]
+    value = np.concatenate([own * cos + other * turn for own, other, turn, _, _ in turned], axis=-1)
+    carried = [
+        (own_error + 2 * U * np.abs(own)) * np.abs(cos) + (other_error + 2 * U * np.abs(other)) * np.abs(sin)
+        for own, other, _, own_error, other_error in turned
+    ]
+    value, bound = rounded(value, np.concatenate(carried, axis=-1))
+    rest = 2 * half
+    return np.concatenate([value, normed[..., rest:]], axis=-1), np.concatenate([bound, error[..., rest:]], axis=-1)
 
 
 def swiglu(gate_up: Array) -> Pair:

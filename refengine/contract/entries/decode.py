@@ -16,7 +16,7 @@ import numpy as np
 
 from backends.layout import LAYOUTS
 from kernels_numba import streams as columns
-from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, MIN_GROUPED, MOST_ROWS, DecodePlan, plan_decode
+from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, MIN_GROUPED, DecodePlan, plan_decode
 from refengine.contract.attention import (
     COMMITTED,
     GROUPS,
@@ -31,6 +31,7 @@ from refengine.contract.attention import (
 from refengine.contract.caches import Cache, StreamRows, build_cache
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT
+from refengine.contract.windows import path_of, path_table, spared
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench
 from refengine.verify import bounds
 from refengine.verify.attention_oracle import attend
@@ -43,8 +44,6 @@ GROUP_KEYS = GROUP_CHUNKS * CHUNK
 REAL, SMALL = Geometry(24, 4), Geometry(6, 1, 64)
 IN_PROGRAMS, IN_MERGE = 0, 10**9
 """min_grouped that has every whole group folded by a program of decode_rows, or by decode_merge."""
-SPARE_ROWS = 2
-"""Rows of poison in the record, after those of the launch."""
 
 CHAIN, TREE, BARE = "chain", "tree", "bare"
 """Whom row i of a window follows: row i - 1; row (i - 1) // 2; as a chain, but the last row sees committed keys alone."""
@@ -71,15 +70,6 @@ class DecodeCase(AttentionCase):
     def __str__(self) -> str:
         cut = {IN_PROGRAMS: " groups in programs", IN_MERGE: " groups in the merge"}.get(self.min_grouped, "")
         return super().__str__() + (f" {self.shape}" if self.shape != CHAIN else "") + cut
-
-
-def path_of(row: int, tree: bool) -> list[int]:
-    """From the root to a row."""
-    path: list[int] = []
-    while row >= 0:
-        path.insert(0, row)
-        row = (row - 1) // 2 if tree else row - 1
-    return path
 
 
 class GuardedPlan(DecodePlan):
@@ -176,17 +166,15 @@ class DecodeAttention(Entry):
 
 
 def assembled(case: DecodeCase, laid: Cache, paths: list[list[int]], poison: Poison, seed: int) -> Inputs:
-    """What a launch takes. paths: of each row of the launch; entries past a path name a row of poison."""
+    """What a launch takes. paths: of each row of the launch."""
     q, k, v = window_rows(case, seed)
     rows = np.repeat(np.arange(len(laid.streams), dtype=np.int32), laid.streams[:, columns.ROWS])
-    table = np.full((len(q), MOST_ROWS), len(q), np.int32) - laid.streams[rows, columns.FIRST, None].astype(np.int32)
-    for row, path in enumerate(paths):
-        table[row, : len(path)] = path
     geometry = case.geometry
+    depths = np.array([len(path) for path in paths], np.int32)
     plan = plan_decode(laid.streams, geometry.heads, geometry.kv_heads, geometry.D, case.min_grouped)
     return {
         "q": q, "k_record": spared(k, poison), "v_record": spared(v, poison), "cache": laid, "rows": rows,
-        "paths": table, "depths": np.array([len(path) for path in paths], np.int32), "seed": seed,
+        "paths": path_table(paths, laid.streams[rows, columns.FIRST]), "depths": depths, "seed": seed,
         "plan": GuardedPlan(**vars(plan)),
     }  # fmt: skip
 
@@ -198,12 +186,6 @@ def window_rows(case: DecodeCase, seed: int) -> list[Array]:
         for data, (rows, committed) in zip(case_data(case, seed), case.streams, strict=True)
     ]
     return [np.concatenate(part) for part in zip(*parts, strict=True)]
-
-
-def spared(record: Array, poison: Poison) -> Array:
-    """A record with rows of poison after it."""
-    room = np.empty((SPARE_ROWS, *record.shape[1:]), record.dtype)
-    return np.concatenate([record, poison.filled(room.nbytes).view(record.dtype).reshape(room.shape)])
 
 
 def slots_used(plan: DecodePlan, streams: Array) -> Array:
