@@ -109,8 +109,7 @@ def gate_bound(verdict: Verdict, outputs: Outputs, exact: Bounds) -> str | None:
     """Error within the derived bound; NaN passes no comparison."""
     problem = None
     for name, (value, bound) in exact.items():
-        with np.errstate(invalid="ignore"):
-            part = worst_fraction(outputs[name], value, bound)
+        part = worst_fraction(outputs[name], value, bound)
         verdict.fraction = max(verdict.fraction, part)
         if not part <= 1 and problem is None:
             problem = f"{name}: error is {part:.3g} of its bound"
