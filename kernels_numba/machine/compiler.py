@@ -115,10 +115,15 @@ def compile_ptx(program: Program, types: tuple[Any, ...], capability: Capability
 
     Raises KernelError when numba-cuda is missing or refuses the kernel.
     """
-    path = cache_folder("ptx") / f"{cache_key(program, types, capability)}.ptx"
+    path = ptx_path(program, types, capability)
     if path.exists():
         return path.read_text()
     return write_once(path, _nvvm(program, types, capability)).read_text()
+
+
+def ptx_path(program: Program, types: tuple[Any, ...], capability: Capability) -> Path:
+    """Where the cache keeps a kernel's PTX, if it has it."""
+    return cache_folder("ptx") / f"{cache_key(program, types, capability)}.ptx"
 
 
 def _nvvm(program: Program, types: tuple[Any, ...], capability: Capability) -> str:

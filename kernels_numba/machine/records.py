@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,10 @@ Signature = tuple[Any, ...]
 """A numba type for each parameter: ``compiler.signature`` makes them of arguments."""
 PTX_TARGET: Capability = (8, 0)
 """The oldest supported architecture; ptxas makes every other one's machine code of its PTX."""
-ARCHITECTURES: tuple[Capability, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
-"""sm_80, sm_86, sm_89, sm_90, sm_120."""
+ARCHITECTURES: tuple[Capability, ...] = (
+    (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)
+)  # fmt: skip
+"""sm_80, sm_86, sm_89, sm_90, sm_100, sm_120, sm_121."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,15 @@ def records(
     threads: of a block, where it may exceed 256 (registers are then fewer).
     Raises KernelError when a tool is missing (naming its package) or the kernel does not compile.
     """
-    ptx = ptx_text(program, signature)
-    return [record(program.name, ptx, cc, *compile_cubin(ptx, cc, threads)) for cc in architectures]
+    ptx, targets = ptx_text(program, signature), list(architectures)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda cc: compile_cubin(ptx, cc, threads), targets))
+    count = sum(1 for _ in instructions(ptx))
+    return [record(program.name, ptx, count, cc, *made) for cc, made in zip(targets, compiled, strict=True)]
 
 
-def record(name: str, ptx: str, cc: Capability, cubin: Path, report: str) -> Record:
-    """The record of one machine code. cubin, report: what ``compile_cubin`` gives."""
+def record(name: str, ptx: str, count: int, cc: Capability, cubin: Path, report: str) -> Record:
+    """The record of one machine code. count: the PTX's instructions. cubin, report: what ``compile_cubin`` gives."""
     code = machine_code(cubin.read_bytes())
     stack, stores, loads = report_numbers(report, r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes")
     (registers,) = report_numbers(report, r"Used (\d+) registers")
@@ -75,13 +83,14 @@ def record(name: str, ptx: str, cc: Capability, cubin: Path, report: str) -> Rec
         spill_store_bytes=stores,
         spill_load_bytes=loads,
         ptx_bytes=len(ptx),
-        ptx_instructions=sum(1 for _ in instructions(ptx)),
+        ptx_instructions=count,
         code_bytes=len(code),
         code_hash=hashlib.sha256(code).hexdigest()[:16],
         compiler=compiler_version(),
     )
 
 
+@cache
 def compiler_version() -> str:
     """Versions of what makes the PTX and the machine code."""
     release = re.search(r"V[\d.]+", ptxas_version(find_tool("ptxas", "nvidia-cuda-nvcc")))

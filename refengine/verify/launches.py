@@ -7,22 +7,25 @@ of each kind stands for all of that kind, and every launch is noted in place of 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from backends.base import Backend, Sizes
+from backends.base import Backend, Sizes, backend_class
 from kernels_numba.machine import Kernel
 from kernels_numba.machine.frontend import Program
 from kernels_numba.machine.modes import Noted, recorded
 from refengine.checkpoint import Checkpoint, load_weights
 from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
-from refengine.registry import ModelSpec
+from refengine.registry import ModelSpec, load_model
 from refengine.serve.passes import Session
 
 PROMPT_ROWS, PAGE_SIZE = 512, 48
@@ -30,6 +33,9 @@ LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33
 """Prompts whose runs take every branch: a whole chunk of committed keys and a short last pass; more decode rows than a
 narrow matrix product takes."""
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
+BACKENDS = ("window", "paged", "paged-p256")
+MODELS = (("qwen3.5-tiny", None), ("qwen3.8-27b", None), ("qwen3.5-tiny", 64), ("qwen3.5-tiny", 128))
+"""(model, head_dim in place of its own): between them every kernel, the smallest and the largest heads, every head_dim."""
 
 
 def launches(spec: ModelSpec, backend: type[Backend]) -> list[Noted]:
@@ -55,6 +61,44 @@ def one_of_each_kind(spec: ModelSpec) -> ModelSpec:
     """The model with one layer of each kind."""
     kinds = tuple(dict.fromkeys(spec.layer_types))
     return replace(spec, layers=len(kinds), layer_types=kinds)
+
+
+# --- All that the engine launches -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class LaunchName:
+    """A launch as reports and records name it. arguments: as ``arguments`` gives them, or (none)."""
+
+    kernel: str
+    arguments: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.arguments}"
+
+
+@cache
+def engine_launches() -> dict[LaunchName, Noted]:
+    """Every different launch of MODELS through BACKENDS, by a name that is the same in every process."""
+    found: dict[Noted, None] = {}
+    for (model, head_dim), backend in product(MODELS, BACKENDS):
+        found.update(dict.fromkeys(launches(with_heads(load_model(model), head_dim), backend_class(backend))))
+    return named(found)
+
+
+def with_heads(spec: ModelSpec, head_dim: int | None) -> ModelSpec:
+    """The model with another head_dim, if one is given."""
+    return spec if head_dim is None else replace(spec, attention=replace(spec.attention, head_dim=head_dim))
+
+
+def named(found: Iterable[Noted]) -> dict[LaunchName, Noted]:
+    """The launches by name; those that differ in types, threads or memory alone are numbered."""
+    out, times = {}, Counter[LaunchName]()
+    for one in found:
+        name = LaunchName(one.program.name, arguments(one.program) or "(none)")
+        times[name] += 1
+        out[name if times[name] == 1 else replace(name, arguments=f"{name.arguments} ({times[name]})")] = one
+    return out
 
 
 # --- Weights that have shapes only ----------------------------------------------------------------------------------
