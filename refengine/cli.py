@@ -113,7 +113,7 @@ def inspect(
     kernel: Annotated[str | None, typer.Argument(help="A kernel by name. Default: all that are launched.")] = None,
     model: Annotated[str, typer.Option(help="Whose launches: a registry name.")] = "qwen3.5-tiny",
     backend: Annotated[str, typer.Option(help="Through which backend.")] = "paged",
-    sm: Annotated[str, typer.Option(help="Architectures.")] = "80,86,89,90,120",
+    sm: Annotated[str, typer.Option(help="Architectures.")] = "80,86,89,90,100,120,121",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX, which all architectures share.")] = False,
     sass: Annotated[bool, typer.Option("--sass", help="Print the machine code of the first architecture.")] = False,
     against: Annotated[
@@ -128,6 +128,37 @@ def inspect(
     from refengine.commands.inspect import Request, run
 
     raise typer.Exit(run(Request(kernel, model, backend, sm, ptx, sass, against), json))
+
+
+@app.command()
+def contract(
+    kernel: Annotated[str | None, typer.Argument(help="One entry by name. Default: every kernel.")] = None,
+    device: DeviceName = "auto",
+    full: Annotated[bool, typer.Option("--full", help="Every case: hours without a GPU.")] = False,
+    mutate: Annotated[
+        bool, typer.Option("--mutate", help="Plant every fault in the sources, and run nothing else.")
+    ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write records/*.yaml anew, show what changed, and run no case.")
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Hold the bits against an earlier --json. Default: the checkout's H200's."),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="This backend alone, by its registered name; a plug-in's, say.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    json: Json = None,
+) -> None:
+    """Put every kernel through its gates: bound, exact, repeats, guards, limits; planted faults must come out red.
+
+    Example: `refengine contract prompt_attention --device cpu`
+    """
+    from refengine.commands.contract import Request, run
+
+    request = Request(kernel, device, full, mutate, seed, record=record, against=against, backend=backend)
+    raise typer.Exit(run(request, json))
 
 
 # --- From the call to the exit status -------------------------------------------------------------------------------

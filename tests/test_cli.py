@@ -89,11 +89,20 @@ REFUSED = [
     (("inspect", "promt_attention"), "did you mean prompt_attention"),
     (("inspect", "--model", "qwen3.5-tny"), "qwen3.5-tiny"),
     (("inspect", "--backend", "windw"), "did you mean window"),
-    (("inspect", "--sm", "75"), "80, 86, 89, 90, 120"),
+    (("inspect", "--sm", "75"), "80, 86, 89, 90, 100, 120, 121"),
     (("inspect", "--sm", "80,91"), "did you mean 90"),
     (("inspect", "--sm", ""), "--sm"),
     (("inspect", "--against", "missing.json"), "--against missing.json"),
     (("inspect", "--json", "missing/report.json"), "--json missing/report.json"),
+    (("contract", "rms_nrm"), "did you mean rms_norm"),
+    (("contract", "--device", "tpu"), "--device tpu"),
+    (("contract", "--against", "missing.json"), "--against missing.json"),
+    (("contract", "--against", "."), "--against ."),
+    (("contract", "--against", __file__), "is no report of contract"),
+    (("contract", "--json", "missing/report.json"), "--json missing/report.json"),
+    (("contract", "--record", "--mutate"), "--record"),
+    (("contract", "--record", "--against", "old.json"), "--against"),
+    (("contract", "--seed", "-1"), "--seed -1"),
 ]
 
 
@@ -180,7 +189,7 @@ def test_closed_pipe_leaves_quietly():
     assert done.returncode != 0 and done.stderr == b""
 
 
-@pytest.mark.parametrize("command", [(), ("compare",), ("models",), ("inspect",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("compare",), ("models",), ("inspect",), ("contract",)], ids=" ".join)
 def test_help_has_an_example(refengine, command):
     """Every help page shows a call that is one: its options exist."""
     status, out, _ = refengine(*command, "--help")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import json as json_module
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,30 @@ from typing import Any
 from rich.table import Table
 
 from backends.base import backend_names
+from refengine.commands import limits
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
+from refengine.contract import limit_records
 from refengine.contract.backend import PREFIX
 from refengine.contract.controls import Planted
-from refengine.contract.gates import GATES, Verdict
-from refengine.contract.registry import entries, entry_named, uncovered
+from refengine.contract.gates import GATES, Verdict, key
+from refengine.contract.limit_records import Records, read_records
+from refengine.contract.limits import Limits
+from refengine.contract.registry import entries, entry_named, product_kernels, uncovered
 from refengine.contract.runner import Order, results, tasks
 from refengine.device import open_device
+from refengine.errors import UserError
+
+H200 = Path(__file__).parents[2] / "benchmarks" / "contract_h200.json"
+"""The bits that every run is held against, where the checkout has them and --against names no others."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run of the contract as the command line asks for it."""
+    """A run of the contract as the command line asks for it.
+
+    kernel: one entry. backend: one backend, a plug-in's perhaps, and nothing else. record: rewrite gate 5's records and do nothing else. against: a report whose bits this run must have.
+    """
 
     kernel: str | None
     device: str
@@ -31,6 +41,8 @@ class Request:
     mutate: bool
     seed: int
     processes: int | None = None
+    record: bool = False
+    against: Path | None = None
     backend: str | None = None
 
 
@@ -41,6 +53,7 @@ class Report:
     verdicts: list[Verdict]
     planted: list[Planted]
     missing: list[str]
+    limits: Limits
 
     @property
     def failed(self) -> list[str]:
@@ -65,54 +78,100 @@ class Report:
         red = len(self.planted) - len(self.missed)
         return (
             f"CONTRACT {len(self.kernels)} kernels: {passed} pass gates 1-4, {len(self.failed)} fail; "
-            f"{len(self.planted)} controls: {red} red, {len(self.missed)} missed"
+            f"{len(self.planted)} controls: {red} red, {len(self.missed)} missed; "
+            f"{len(self.limits.problems)} limit problems"
         )
 
 
 def run(request: Request, json: Path | None) -> int:
     """Run the contract and show it; the exit status. Raises UserError, KernelError."""
     check_report(json)
-    names = chosen(request.kernel) if request.backend is None else backend_entry(request.backend)
-    order = Order(open_device(request.device).name, names, request.full, request.mutate, request.seed)
-    report = collected(
-        order, request.processes or processes(order.device), missing=[] if request.kernel else uncovered()
-    )
+    check(request)
+    names, records = chosen(request), of_request(request, read_records(limit_records.RECORDS))
+    if request.record:
+        return limits.record(kernels_of(request), records, json)
+    bits = recorded_bits(request.against or (H200 if H200.exists() else None))
+    order = Order(open_device(request.device).name, names, request.full, request.mutate, request.seed, bits)
+    held = held_cases(order, request.against)
+    report = collected(order, request, records)
     show(table(report))
-    print(*findings(report), sep="\n", end="")
-    print(report.line)
+    print(*findings(report), held, report.line, sep="\n")
     if json is not None:
         write_report(json, body(report, order))
-    return 1 if report.failed or report.missed else 0
+    return 1 if report.failed or report.missed or report.limits.problems else 0
 
 
-def chosen(kernel: str | None) -> tuple[str, ...]:
-    """Entries by name, or all. Raises UserError for a name that is none."""
-    if kernel is None:
-        return tuple(entries())
-    return (known_name("KERNEL", kernel, list(entries())),)
+def check(request: Request) -> None:
+    """Raise UserError for a seed that is none, and for options that --record would ignore."""
+    if request.seed < 0:
+        raise UserError(f"--seed {request.seed}: at least 0")
+    if request.record and (request.mutate or request.full or request.against or request.backend):
+        raise UserError("--record: compiles, and runs no case; leave out --mutate, --full, --against and --backend")
+    if request.backend is not None and (request.kernel is not None or request.mutate):
+        raise UserError(f"--backend {request.backend}: runs that backend alone; leave out KERNEL and --mutate")
 
 
-def backend_entry(name: str) -> tuple[str, ...]:
-    """The entry of a registered backend. Raises UserError for a name that is none."""
-    return (PREFIX + known_name("--backend", name, backend_names()),)
+def chosen(request: Request) -> tuple[str, ...]:
+    """Entries by name, or all. Raises UserError for a kernel or a backend that is none."""
+    if request.backend is not None:
+        return (PREFIX + known_name("--backend", request.backend, backend_names()),)
+    return tuple(entries()) if request.kernel is None else (known_name("KERNEL", request.kernel, list(entries())),)
+
+
+def kernels_of(request: Request) -> list[str]:
+    """The kernels of the entry that is asked for, or all there are; a backend brings none."""
+    if request.backend is not None:
+        return []
+    return list(product_kernels() if request.kernel is None else entries()[request.kernel].kernels)
+
+
+def of_request(request: Request, records: Records) -> Records:
+    """The records of what is asked for; without a name all, those of kernels that are gone too."""
+    everything = request.kernel is None and request.backend is None
+    return {k: r for k, r in records.items() if everything or k in kernels_of(request)}
 
 
 def processes(device: str) -> int:
     """A GPU serves one process; the CPU machine takes a core a process."""
-    return 1 if device == "cuda" else len(os.sched_getaffinity(0))
+    return 1 if device == "cuda" else limits.cores()
 
 
-def collected(order: Order, count: int, missing: Sequence[str]) -> Report:
-    """Run every task, with a progress bar."""
+def collected(order: Order, request: Request, records: Records) -> Report:
+    """Run every task and gate 5, with a progress bar."""
     work, found = tasks(order), []
     with progress_bar() as bar:
         task = bar.add_task("contract", total=len(work))
-        for one in results(order, work, count):
+        for one in results(order, work, request.processes or processes(order.device)):
             found += one
             bar.advance(task)
     verdicts = sorted((v for v in found if isinstance(v, Verdict)), key=lambda v: (v.entry, v.case))
     planted = sorted((p for p in found if isinstance(p, Planted)), key=lambda p: (p.entry, p.name))
-    return Report(verdicts, planted, list(missing))
+    missing = [] if request.kernel or request.backend else uncovered()
+    return Report(verdicts, planted, missing, limits.fits(kernels_of(request), records))
+
+
+# --- Bits of another run ------------------------------------------------------------------------------------------------
+
+
+def recorded_bits(path: Path | None) -> dict[str, str]:
+    """The digests of a report, by case. Raises UserError for a file that is none."""
+    if path is None:
+        return {}
+    try:
+        return {str(case): str(digest) for case, digest in json_module.loads(path.read_text())["bits"].items()}
+    except OSError as problem:
+        raise UserError(f"--against {path}: {problem.strerror}; name a file of contract --json") from problem
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise UserError(f"--against {path}: is no report of contract; make one with contract --json") from problem
+
+
+def held_cases(order: Order, against: Path | None) -> str:
+    """How many of the run's cases have recorded bits. Raises UserError where a file that was named has none of them."""
+    keys = [key(e, case, order.seed) for e in map(entry_named, order.names) for case in e.cases(order.full)]
+    held = sum(k in order.recorded for k in keys)
+    if against is not None and not held:
+        raise UserError(f"--against {against}: has the bits of no case of this run; make it with the same --seed")
+    return f"{held} of {len(keys)} cases have recorded bits"
 
 
 # --- What is shown ----------------------------------------------------------------------------------------------------
@@ -120,9 +179,8 @@ def collected(order: Order, count: int, missing: Sequence[str]) -> Report:
 
 def table(report: Report) -> Table:
     """A row an entry."""
-    shown = Table(
-        "kernel", "cases", *GATES, "worst error", "controls", "s", caption="worst error: as a part of its bound"
-    )
+    shown = Table("kernel", "cases", *GATES, "limits", "worst error", "controls", "s",
+                  caption="worst error: as a part of its bound")  # fmt: skip
     for column in shown.columns[1:]:
         column.justify = "right"
     for name in dict.fromkeys([v.entry for v in report.verdicts] + [p.entry for p in report.planted]):
@@ -135,16 +193,18 @@ def row(report: Report, name: str) -> list[str]:
     verdicts = [v for v in report.verdicts if v.entry == name]
     planted = [p for p in report.planted if p.entry == name]
     gates = ["-" if not verdicts else "red" if any(g in v.problems for v in verdicts) else "pass" for g in GATES]
+    fit = limits.cell(report.limits, entry_named(name).kernels)
     worst = f"{max((v.fraction for v in verdicts), default=0):.3f}"
     red = f"{sum(p.red for p in planted)} of {len(planted)} red"
-    return [str(len(verdicts)), *gates, worst, red, f"{sum(v.seconds for v in verdicts):.1f}"]
+    return [str(len(verdicts)), *gates, fit, worst, red, f"{sum(v.seconds for v in verdicts):.1f}"]
 
 
 def findings(report: Report) -> list[str]:
     """A line for everything that is wrong."""
     lines = [f"no contract entry: {kernel}" for kernel in report.missing]
     lines += [f"{v.entry} {v.case}: {gate}: {problem}" for v in report.verdicts for gate, problem in v.problems.items()]
-    return lines + [f"{p.entry}: control not found by {p.gate}: {p.name}" for p in report.missed] + [""]
+    lines += [f"{p.entry}: control not found by {p.gate}: {p.name}" for p in report.missed]
+    return lines + limits.findings(report.limits)
 
 
 def body(report: Report, order: Order) -> dict[str, Any]:
@@ -153,9 +213,11 @@ def body(report: Report, order: Order) -> dict[str, Any]:
         "kernels": len(report.kernels), "failed": len(report.failed), "cases": len(report.verdicts),
         "controls": len(report.planted), "missed": len(report.missed),
     }  # fmt: skip
+    counted = [{"name": f"contract/{name}", "value": value, "unit": name} for name, value in figures.items()]
     return {
-        "claims": [{"name": f"contract/{name}", "value": value, "unit": name} for name, value in figures.items()],
+        "claims": counted + limits.claims(report.limits),
         "device": open_device(order.device).title, "seed": order.seed, "summary": report.line,
         "cases": [asdict(v) for v in report.verdicts], "controls": [asdict(p) for p in report.planted],
-        "bits": {f"{v.entry} {v.case}": v.digest for v in report.verdicts},
+        "bits": {key(entries()[v.entry], v.case, order.seed): v.digest for v in report.verdicts},
+        "limits": limits.body(report.limits),
     }  # fmt: skip

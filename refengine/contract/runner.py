@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
+from typing import TypeVar
 
 from refengine.contract.controls import Planted, mutants, plant_control, plant_mutant
 from refengine.contract.gates import Trial, Verdict, judge, this_device
 from refengine.contract.registry import entry_named
 
+T = TypeVar("T")
+R = TypeVar("R")
 THREADS_OF_LIBRARIES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -69,13 +73,18 @@ def perform(order: Order, task: Task) -> list[Verdict | Planted]:
 
 def results(order: Order, work: Sequence[Task], processes: int) -> Iterator[list[Verdict | Planted]]:
     """The results of tasks as they come. processes: at once; 1: this one."""
-    if processes == 1:
-        yield from (perform(order, task) for task in work)
+    return spread(partial(perform, order), work, processes)
+
+
+def spread(do: Callable[[T], R], work: Sequence[T], processes: int) -> Iterator[R]:
+    """What ``do`` gives for each piece of work, as it comes. processes: at once, no more than pieces; 1: this one."""
+    if min(processes, len(work)) <= 1:
+        yield from map(do, work)
         return
     for name in THREADS_OF_LIBRARIES:
         os.environ.setdefault(name, "1")
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        waiting: set[Future] = {pool.submit(perform, order, task) for task in work}
+    with ProcessPoolExecutor(min(processes, len(work)), mp_context=get_context("spawn")) as pool:
+        waiting: set[Future[R]] = {pool.submit(do, piece) for piece in work}
         try:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
