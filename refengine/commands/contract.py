@@ -32,7 +32,8 @@ H200 = Path(__file__).parents[2] / "benchmarks" / "contract_h200.json"
 class Request:
     """A run of the contract as the command line asks for it.
 
-    kernel: one entry. backend: one backend, a plug-in's perhaps, and nothing else. record: rewrite gate 5's records and do nothing else. against: a report whose bits this run must have.
+    kernel: one entry. backend: one backend, a plug-in's perhaps, and nothing else.
+    record: rewrite gate 5's records and do nothing else. against: a report whose bits this run must have.
     """
 
     kernel: str | None

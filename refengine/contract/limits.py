@@ -7,6 +7,7 @@ past the hardware's limit, a launch that does not compile, and a launch without 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -126,8 +127,13 @@ def uncached(found: Mapping[LaunchName, Noted]) -> list[LaunchName]:
 
 def make_ptx(name: LaunchName) -> None:
     """The PTX of an engine's launch, in this process, into the cache; what does not compile is said by ``measure``."""
-    with telling(name, "", []):
-        ptx_text(engine_launches()[name].program, engine_launches()[name].signature)
+    one = engine_launches()[name]
+    gc.disable()  # numba's syntax trees live until it is done: looking through them again and again frees nothing
+    try:
+        with telling(name, "", []):
+            ptx_text(one.program, one.signature)
+    finally:
+        gc.enable()
 
 
 # --- Against the hardware ---------------------------------------------------------------------------------------------
