@@ -130,13 +130,17 @@ def test_what_does_not_compile_is_a_problem_of_its_launch():
     first, *_, last = texts(found.problems)
     assert len(found.problems) == len(SMS) + 1 and first.startswith("staged a float too few: staged: ")
     assert last.startswith("staged WORDS=16384: sm_121: ptxas: ") and "shared" in last
+    assert judged(found, found.records, []).problems == found.problems
     assert list(found.launches[NAME].sm) == SMS and found.launches[wide].sm == found.launches[refused].sm == {}
 
 
-def test_a_missing_compiler_is_not_a_pass(monkeypatch):
-    """Without ptxas nothing is known: one problem that says what to install."""
-    monkeypatch.setattr(command, "compiler_version", lambda: compiler.find_tool("no_such_tool", "nvidia-cuda-nvcc"))
-    found = command.fits(["embed_kernel"], {})
+@pytest.mark.parametrize(
+    "missing", ["refengine.commands.limits.compiler_version", "kernels_numba.machine.records.compile_cubin"]
+)
+def test_a_missing_compiler_is_not_a_pass(monkeypatch, missing):
+    """Without ptxas nothing is known, whoever meets that first: one problem that says what to install."""
+    monkeypatch.setattr(missing, lambda *_: compiler.find_tool("no_such_tool", "nvidia-cuda-nvcc"))
+    found = command.fits(["rms_norm_kernel"], {})
     assert texts(found.problems) == ["limits: not checked: no_such_tool was not found: pip install nvidia-cuda-nvcc"]
 
 
