@@ -20,7 +20,7 @@ from refengine.contract.gates import GATES, Verdict, key
 from refengine.contract.limit_records import Records, read_records
 from refengine.contract.limits import Limits
 from refengine.contract.registry import entries, entry_named, product_kernels, uncovered
-from refengine.contract.runner import Order, results, tasks
+from refengine.contract.runner import Order, results, table_of, tasks
 from refengine.device import open_device
 from refengine.errors import UserError
 
@@ -168,7 +168,7 @@ def recorded_bits(path: Path | None) -> dict[str, str]:
 
 def held_cases(order: Order, against: Path | None) -> str:
     """How many of the run's cases have recorded bits. Raises UserError where a file that was named has none of them."""
-    keys = [key(e, case, order.seed) for e in map(entry_named, order.names) for case in e.cases(order.full)]
+    keys = [key(e, case, order.seed) for e in map(entry_named, order.names) for case in table_of(e, order.full)]
     held = sum(k in order.recorded for k in keys)
     if against is not None and not held:
         raise UserError(f"--against {against}: has the bits of no case of this run; make it with the same --seed")

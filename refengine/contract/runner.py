@@ -8,9 +8,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from refengine.contract.controls import Planted, mutants, plant_control, plant_mutant
+from refengine.contract.entry import Entry
 from refengine.contract.gates import Trial, Verdict, judge, this_device
 from refengine.contract.registry import entry_named
 
@@ -50,13 +51,19 @@ def tasks(order: Order) -> list[Task]:
     for name in order.names:
         entry = entry_named(name)
         if not order.mutate:
-            groups = dict.fromkeys(entry.group(case) for case in entry.cases(order.full))
+            groups = dict.fromkeys(entry.group(case) for case in table_of(entry, order.full))
             out += [Task(name, "cases", group) for group in groups]
             out += [Task(name, "control", number=n) for n in range(len(entry.controls()))]
         chosen = [n for n, mutant in enumerate(mutants(entry)) if order.mutate or mutant.control]
         if order.device == "cpu":
             out += [Task(name, "mutant", number=n) for n in chosen]
     return out
+
+
+def table_of(entry: Entry, full: bool) -> list[Any]:
+    """The entry's cases and its first control case, which runs in checked mode, too; with ``full`` every control case."""
+    control = entry.control_cases()
+    return list(dict.fromkeys([*(control if full else control[:1]), *entry.cases(full)]))
 
 
 def perform(order: Order, task: Task) -> list[Verdict | Planted]:
@@ -66,8 +73,8 @@ def perform(order: Order, task: Task) -> list[Verdict | Planted]:
         return [plant_control(entry, entry.controls()[task.number], order.trial())]
     if task.kind == "mutant":
         return [plant_mutant(entry, mutants(entry)[task.number], order.trial())]
-    cases = [case for case in entry.cases(order.full) if entry.group(case) == task.group]
     watched = entry.control_cases()[0]
+    cases = [case for case in table_of(entry, order.full) if entry.group(case) == task.group]
     return [judge(entry, case, order.trial(watched=case == watched)) for case in cases]
 
 
