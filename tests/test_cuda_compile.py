@@ -19,6 +19,7 @@ from kernels_numba.machine import (
     cuda,
     device,
     float32,
+    float64,
     float_bits,
     fma,
     fmax,
@@ -35,6 +36,7 @@ from kernels_numba.machine import (
     shfl_xor,
     sqrt,
     uint32,
+    uint64,
 )
 from kernels_numba.machine.dialect import INSTRUCTIONS
 
@@ -361,3 +363,45 @@ def test_refused_ptx_is_a_kernel_error():
     """ptxas's own first line, not a traceback."""
     with pytest.raises(KernelError, match="ptxas"):
         compiler.compile_cubin(".version 1.0", (9, 0))
+
+
+# --- float64 that nobody asked for ----------------------------------------------------------------------------------------
+
+
+@kernel
+def one_variable_of_two_widths(out, w):
+    """numba makes the variable float64: 2^53 + 1 would become 2^53."""
+    x = uint64(9007199254740993)
+    if w[0] > 5:
+        x = int64(2)
+    out[0] = x
+
+
+@device
+def two_widths(w):
+    y = uint64(9007199254740993)
+    if w[0] > 5:
+        y = int64(2)
+    return uint64(y)
+
+
+@kernel
+def in_a_device_function(out, w):
+    out[0] = two_widths(w)
+
+
+@kernel
+def wide_on_purpose(out, w):
+    out[0] = float64(w[0]) / float64(3.0)
+
+
+def test_a_float64_that_nobody_asked_for_is_refused():
+    words = np.zeros(1, np.uint32)
+    types = compiler.signature((np.zeros(1, np.uint64), words))
+    for wrong, variable in ((one_variable_of_two_widths, "x"), (in_a_device_function, "y")):
+        with pytest.raises(
+            KernelError, match=f"{wrong.__name__}: .* {variable} becomes float64, which nobody asked for"
+        ):
+            compiler.compile_ptx(wrong.at().program, types, (8, 0))
+    asked = compiler.signature((np.zeros(1, np.float64), words))
+    assert ".f64" in compiler.compile_ptx(wide_on_purpose.at().program, asked, (8, 0))

@@ -139,12 +139,35 @@ def _nvvm(program: Program, types: tuple[Any, ...], capability: Capability) -> s
         )
     except numba.core.errors.NumbaError as reason:
         raise KernelError(f"{program.name}: {place(program, reason)}: CUDA: {first_line(reason)}") from reason
+    check_float64(program, types, compiled.fndesc.typemap)
     library = compiled.library
     function = library.get_function(compiled.fndesc.llvm_func_name)
     library._entry_name = compiled.fndesc.llvm_func_name
     kernel_fixup(function, False)
     (text,) = library.get_asm_strs(cc=capability)
     return renamed(text, program.name)
+
+
+def check_float64(program: Program, types: tuple[Any, ...], typed: dict[str, Any]) -> None:
+    """Raise KernelError where numba made a variable float64 that neither the source nor an argument has.
+
+    typed: numba's types by its own names: a variable's, behind those of the calls that were inlined to reach it.
+    """
+    if "float64" in source(program) + str(types):
+        return
+    wide = [re.sub(r"^.*_v\d+_", "", name).split(".")[0] for name, kind in typed.items() if kind == numba.float64]
+    for name in variables(program) & set(wide):
+        raise KernelError(
+            f"{program.name}: {program.filename}: CUDA: {name} becomes float64, which nobody asked for: it takes int64 and "
+            "uint64, or a float and an int; convert one of them"
+        )
+
+
+@cache
+def variables(program: Program) -> frozenset[str]:
+    """The names that the program and what it calls assign."""
+    own = (n.id for n in ast.walk(program.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return frozenset(own).union(*map(variables, program.devices))
 
 
 def renamed(ptx: str, name: str) -> str:
