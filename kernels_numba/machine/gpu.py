@@ -14,7 +14,7 @@ from .frontend import Program
 OLDEST: Capability = (8, 0)
 """The first architecture with bf16 mma and cp.async; every card runs the PTX made for it."""
 STATIC_LIMIT = 48 * 1024
-"""Bytes of dynamic shared memory from which a kernel has to ask."""
+"""Bytes of shared memory, static and dynamic, from which a kernel has to ask for the dynamic part."""
 
 
 class Loaded:
@@ -25,7 +25,7 @@ class Loaded:
 
         cubin, _ = compile_cubin(compile_ptx(program, signature(args), OLDEST), capability(device), threads)
         self.kernel = cupy.RawModule(path=str(cubin)).get_function(program.name)
-        self.allowed = STATIC_LIMIT
+        self.allowed = STATIC_LIMIT - self.kernel.shared_size_bytes
 
     def allow(self, shared_bytes: int) -> None:
         """Ask for more dynamic shared memory where a launch needs it."""
