@@ -23,6 +23,7 @@ from kernels_numba.streams import BASE, COLUMNS, COMMITTED, FIRST, PTOK, ROWS, T
 
 PROMPT, DECODE = "prompt", "decode"
 MOST_PATH = decode_plan.MOST_ROWS
+TILE = decode_attention.TILE
 BF16 = ml_dtypes.bfloat16
 
 
@@ -143,12 +144,24 @@ class Backend(ABC):
         sizes.check(self.name)
         self.shape, self.sizes, self.xp = shape, sizes, xp
         self.positions = self.page_positions(sizes)
+        self.check_layout()
         self.page_words = shape.page_words(self.positions)
         self.columns = -(-sizes.context // self.positions)
         self.arena = Arena(shape, sizes.streams, self.cache_words(shape, sizes), sizes.streams * sizes.window_rows, xp)
         self.free_slots = list(range(sizes.streams))
         self.current: Batch | None = None
         self.pages = xp.full(sizes.streams * self.columns, self.null_page, dtype=np.int32)
+
+    def check_layout(self) -> None:
+        """Raise BackendError where the layout promises kernels what the page size does not keep."""
+        page, layout = self.positions, self.layout
+        if layout.page not in (None, page):
+            raise BackendError(f"{self.name}: pages of {page} positions, its layout {layout.name} has {layout.page}")
+        if self.paged and not layout.straddles and page % TILE:
+            raise BackendError(
+                f"{self.name}: pages of {page} positions: layout {layout.name} says that tiles of {TILE} never straddle; "
+                f"set straddles=True or take a multiple of {TILE}"
+            )
 
     # --- What a form of cache decides -----------------------------------------------------------------------------------
 

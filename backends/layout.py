@@ -45,7 +45,7 @@ def locate_paged_p256(pos, base, table, ptok, pages, page_words):
 class Layout:
     """A form of cache, a compile-time argument of kernels.
 
-    straddles: whether 32 consecutive positions from a multiple of 32 may lie in more than one page. page: the page
+    straddles: whether 64 consecutive positions from a multiple of 64, a tile, may lie in more than one page. page: the page
     size where it is known at compile time. locate: the device function above.
     """
 

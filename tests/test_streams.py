@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from backends.base import DECODE, PROMPT, Backend, BackendError, Norms, Sizes, backend_class
+from backends.layout import Layout, locate_paged
+from backends.paged import PagedBackend
+from backends.paged_p256 import PagedP256Backend
 from kernels_numba.rope_store import rope_table
 from refengine.model import cache_shape
 from refengine.registry import load_model
@@ -208,3 +211,51 @@ def test_a_pass_of_no_rows_is_empty(made, phase, members):
     out = run_pass(made, phase, [(stream, 0) for stream in streams])
     assert out.shape == (0, SHAPE.heads, SHAPE.head_dim) and made.arena.words.tobytes() == before
     assert all(stream.committed == 0 for stream in streams)
+
+
+# --- A layout and its pages -----------------------------------------------------------------------------------------------
+
+
+class HalfPages(PagedP256Backend):
+    """Its layout has pages of 256 built in."""
+
+    name = "half-pages"
+
+    @classmethod
+    def page_positions(cls, sizes):
+        return 128
+
+
+class NeverStraddling(PagedBackend):
+    """Pages of any size, under a layout that looks a tile up once."""
+
+    name = "never-straddling"
+    layout = Layout("once_a_tile", straddles=False, page=None, locate=locate_paged)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "words"),
+    [
+        (HalfPages, 128, "half-pages: pages of 128 positions, its layout paged_p256 has 256"),
+        (
+            NeverStraddling,
+            48,
+            "never-straddling: pages of 48 positions: .* tiles of 64 never straddle; set straddles=True",
+        ),
+        (NeverStraddling, 32, "never-straddling: pages of 32 positions: .* or take a multiple of 64"),
+    ],
+)
+def test_a_layout_that_promises_what_the_pages_do_not_keep_is_refused(kind, page_size, words):
+    with pytest.raises(BackendError, match=words):
+        kind(SHAPE, Sizes(CONTEXT, STREAMS, page_size))
+
+
+def test_a_tile_that_never_straddles_is_looked_up_once():
+    """Pages of a multiple of the tile: the layout may say so, and the bits are the window's."""
+    rows = [(40, "prompt"), (2, "decode")]
+    outs = []
+    for backend in (NeverStraddling(SHAPE, Sizes(CONTEXT, 1, 64, WINDOW_ROWS)), build("window")):
+        stream = backend.open()
+        outs.append([run_pass(backend, phase, [(stream, count)]) for count, phase in rows])
+    for found, wanted in zip(*outs, strict=True):
+        assert found.tobytes() == wanted.tobytes()
