@@ -13,6 +13,8 @@ import numpy as np
 
 from kernels_numba.machine import KernelError, cuda, device, float32, kernel, lanewise, mma, pack_bf16, shfl_xor, uint32
 
+K_STEP = 16
+"""Elements of K an mma step."""
 BLOCK_FEATURES = 64
 """Features a block: 16 for each of its 4 warps."""
 NARROW_TOKENS = 32
@@ -36,8 +38,8 @@ def matmul(out: Any, x: Any, weight: Any, stream: Any = None) -> None:
 def check(out: Any, x: Any, weight: Any) -> None:
     """Refuse shapes and types that the kernel does not have."""
     (tokens, k), (features, weight_k) = x.shape, weight.shape
-    if k != weight_k or k % 16:
-        raise KernelError(f"matmul: x {x.shape} · weight {weight.shape}: both need one K, a multiple of 16")
+    if k != weight_k or k % K_STEP:
+        raise KernelError(f"matmul: x {x.shape} · weight {weight.shape}: both need one K, a multiple of {K_STEP}")
     if out.shape != (tokens, features):
         raise KernelError(f"matmul: out has shape {out.shape}: x and weight give {(tokens, features)}")
     if x.dtype.name != "bfloat16" or weight.dtype.name != "bfloat16" or out.dtype.name not in ("bfloat16", "float32"):

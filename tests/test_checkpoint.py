@@ -271,6 +271,10 @@ def test_a_tensor_of_no_such_name_is_refused(pristine):
         ({"model_type": "llama"}, 'config.json: model_type: "llama" is unknown; known: qwen3_5_text'),
         ({"hidden_act": "gelu"}, "config.json: hidden_act: must be 'silu', not 'gelu'"),
         ({"attention_bias": True}, "config.json: attention_bias: must be False, not True"),
+        ({"attn_logit_softcapping": 50.0}, "config.json: attn_logit_softcapping: must be None, not 50.0"),
+        ({"final_logit_softcapping": 30.0}, "config.json: final_logit_softcapping: must be None, not 30.0"),
+        ({"use_sliding_window": True}, "config.json: use_sliding_window: must be False, not True"),
+        ({"mlp_bias": True}, "config.json: mlp_bias: must be False, not True"),
         ({"layer_types": ["full_attention"]}, "config.json: layer_types: 1 types for 4 layers"),
         (
             {"layer_types": ["full_attention", "linear_attention"] * 2},

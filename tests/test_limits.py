@@ -23,9 +23,9 @@ from refengine.commands import contract
 from refengine.commands import limits as command
 from refengine.contract import limit_records, limits
 from refengine.contract.entries.norms import NormCase, RmsNorm
-from refengine.contract.registry import product_kernels
 from refengine.contract.limit_records import Figures, KernelRecord, Launch, read_records, text_of, write_records
 from refengine.contract.limits import SHARED_A_BLOCK, Finding, Measured, judged, measure
+from refengine.contract.registry import product_kernels
 from refengine.errors import UserError
 from refengine.verify.launches import LaunchName, engine_launches, named
 

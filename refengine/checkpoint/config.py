@@ -44,6 +44,13 @@ _FIXED = {
     "attn_output_gate": True,
     "rope_parameters.rope_type": "default",
 }
+# Keys that other models have and the family does not: anything but absent or this value would be ignored.
+_UNKNOWN = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_sliding_window": False,
+    "mlp_bias": False,
+}
 _FAMILIES = {"qwen3_5_text": "qwen3_5"}
 _ARCHITECTURES = {"qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM")}
 
@@ -71,7 +78,7 @@ def spec_of_folder(folder: str | Path) -> ModelSpec:
     config = _Config(load_json(folder / CONFIG))
     where = Where(CONFIG, _NAMES)
     data: dict[str, Any] = {"name": _model_name(folder), "family": config.family(), "tokens": _tokens(folder, config)}
-    for key, value in _FIXED.items():
+    for key, value in (_FIXED | _UNKNOWN).items():
         if config.get(key, value) != value:
             raise where.error(key, f"must be {value!r}, not {config.get(key)!r}")
     for key, field in _KEYS.items():

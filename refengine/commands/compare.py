@@ -20,7 +20,7 @@ from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
-from refengine.model import Qwen35, cache_shape
+from refengine.model import Qwen35, cache_shape, check_dims
 from refengine.registry import ModelSpec, load_model
 from refengine.serve.side_by_side import cores
 from refengine.serve.side_by_side import run_all as side_by_side
@@ -58,6 +58,7 @@ def run(request: Request, json: Path | None) -> int:
     check_report(json)
     device = open_device(request.device)
     spec, checkpoint = find_model(request)
+    check_dims(spec)
     prompt = prompt_of(request, spec)
     context = room(request, len(prompt), spec)
     built = build_all(spec, request, context, device)

@@ -23,6 +23,7 @@ from kernels_numba.norms import add_rms_norm, rms_norm
 from kernels_numba.rope_store import rope_table
 from refengine.checkpoint import AttentionWeights, GatedDeltaNetWeights, LayerWeights, ModelWeights
 from refengine.device import Device
+from refengine.model.dims import check_dims
 from refengine.registry import ModelSpec
 
 BF16 = ml_dtypes.bfloat16
@@ -73,9 +74,13 @@ class Layer:
 
 
 class Qwen35:
-    """A model of the family on a device. positions: how far the rotary table goes."""
+    """A model of the family on a device. positions: how far the rotary table goes.
+
+    Raises UserError for a layout that the kernels cannot run.
+    """
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, device: Device, positions: int):
+        check_dims(spec)
         self.spec, self.xp = spec, device.xp
         self.embedding, self.head = device.put(weights.embed), device.put(weights.lm_head)
         self.final_norm = device.put(weights.final_norm)
