@@ -132,17 +132,12 @@ def of_request(request: Request, records: Records) -> Records:
     return {k: r for k, r in records.items() if everything or k in kernels_of(request)}
 
 
-def processes(device: str) -> int:
-    """A GPU serves one process; the CPU machine takes a core a process."""
-    return 1 if device == "cuda" else limits.cores()
-
-
 def collected(order: Order, request: Request, records: Records) -> Report:
     """Run every task and gate 5, with a progress bar."""
     work, found = tasks(order), []
     with progress_bar() as bar:
         task = bar.add_task("contract", total=len(work))
-        for one in results(order, work, request.processes or processes(order.device)):
+        for one in results(order, work, request.processes or limits.cores()):
             found += one
             bar.advance(task)
     verdicts = sorted((v for v in found if isinstance(v, Verdict)), key=lambda v: (v.entry, v.case))
