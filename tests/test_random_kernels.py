@@ -43,13 +43,13 @@ COMPILED = range(1000, 1020)
 
 GRAMMAR = Grammar(
     lanewise=False,
-    ints_wrap=False,
-    changed_operand=False,
+    ints_wrap=True,
+    changed_operand=True,
     int_and_or=False,
-    loop_name_reused=False,
-    place_in_min=False,
-    narrow_unary=False,
-    local_stores_wrap=False,
+    loop_name_reused=True,
+    place_in_min=True,
+    narrow_unary=True,
+    local_stores_wrap=True,
 )
 """Off, besides compiled functions, is what the machine does not do yet.
 
@@ -154,7 +154,7 @@ def test_most_programs_are_valid():
 
 # --- An index outside a local array is refused ------------------------------------------------------------------------------
 
-NEGATIVE_INDEX = False
+NEGATIVE_INDEX = True
 """Whether every way refuses a negative index as it does one past the end."""
 
 OUTSIDE = ["4", "n", "K + 1", "t % 5"]

@@ -129,7 +129,7 @@ class CompileTime:
             return UNKNOWN
         args = [self.value(a) for a in node.args]
         kwargs = {k.arg: self.value(k.value) for k in node.keywords if k.arg is not None}
-        if any(a is UNKNOWN for a in (*args, *kwargs.values())):
+        if any(a is UNKNOWN or isinstance(a, Special) for a in (*args, *kwargs.values())):
             return UNKNOWN
         try:
             return fn(*args, **kwargs)
