@@ -63,6 +63,16 @@ class AttentionCase:
         """Rows of the launch."""
         return sum(rows for rows, _ in self.streams)
 
+    @property
+    def scores(self) -> int:
+        """Scores of one head."""
+        return sum(rows * (rows + committed) for rows, committed in self.streams)
+
+    @property
+    def group(self) -> str:
+        """Cases of one group share kernels and data."""
+        return f"{self.geometry} {self.layout} {max(committed for _, committed in self.streams)}"
+
     def __str__(self) -> str:
         form = self.layout + (f" P={self.ptok}" if self.layout == "paged" else "")
         rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
@@ -70,17 +80,34 @@ class AttentionCase:
         return f"{self.geometry} {form} W={rows} p0={committed}{far}"
 
 
+BLOCK = 1024
+"""Positions that are drawn together, so that a position's data do not depend on how many there are."""
+
+
 @cache
 def stream_data(geometry: Geometry, seed: int, stream: int, length: int) -> tuple[Array, Array, Array]:
-    """(q [N, H, D], k, v [N, HK, D]) in bf16 of a stream's positions 0 .. N - 1; no two streams are alike."""
+    """(q [N, H, D], k, v [N, HK, D]) in bf16 of a stream's positions 0 .. N - 1; no two streams are alike.
+
+    length: a multiple of BLOCK.
+    """
+    blocks = [block_data(geometry, seed, stream, number) for number in range(length // BLOCK)]
+    q, k, v = (np.concatenate(part) for part in zip(*blocks, strict=True))
+    return q, k, v
+
+
+@cache
+def block_data(geometry: Geometry, seed: int, stream: int, block: int) -> tuple[Array, ...]:
+    """The data of one block of a stream's positions."""
     shapes = (geometry.heads, geometry.kv_heads, geometry.kv_heads)
-    parts = [drawn_bf16((seed, geometry.D, stream, n), length, heads, geometry.D) for n, heads in enumerate(shapes)]
-    return parts[0], parts[1], parts[2]
+    place = (block,) if block else ()
+    return tuple(
+        drawn_bf16((seed, geometry.D, stream, n, *place), BLOCK, heads, geometry.D) for n, heads in enumerate(shapes)
+    )
 
 
 def length_for(positions: int) -> int:
     """A round number of positions, so that cases share their data."""
-    return -(-max(positions, 1) // 1024) * 1024
+    return -(-max(positions, 1) // BLOCK) * BLOCK
 
 
 def sampled(rows: int) -> Array:

@@ -79,6 +79,10 @@ class Entry(ABC):
         """Cases of one group run one after the other in one process, and may share what they computed."""
         return ""
 
+    def cost(self, case: Any) -> float:
+        """About how long a case takes, beside others: the longest start first."""
+        return 1.0
+
     def controls(self) -> Sequence[Control]:
         """Faults to plant in inputs."""
         return ()

@@ -46,18 +46,19 @@ class Task:
 
 
 def tasks(order: Order) -> list[Task]:
-    """Everything to do, the long pieces first."""
-    out: list[Task] = []
+    """Everything to do, the longest pieces first."""
+    costs: dict[Task, float] = {}
     for name in order.names:
         entry = entry_named(name)
         if not order.mutate:
-            groups = dict.fromkeys(entry.group(case) for case in table_of(entry, order.full))
-            out += [Task(name, "cases", group) for group in groups]
-            out += [Task(name, "control", number=n) for n in range(len(entry.controls()))]
+            for case in table_of(entry, order.full):
+                task = Task(name, "cases", entry.group(case))
+                costs[task] = costs.get(task, 0.0) + entry.cost(case)
+            costs |= {Task(name, "control", number=n): 1.0 for n in range(len(entry.controls()))}
         chosen = [n for n, mutant in enumerate(mutants(entry)) if order.mutate or mutant.control]
         if order.device == "cpu":
-            out += [Task(name, "mutant", number=n) for n in chosen]
-    return out
+            costs |= {Task(name, "mutant", number=n): 1.0 for n in chosen}
+    return sorted(costs, key=lambda task: -costs[task])
 
 
 def table_of(entry: Entry, full: bool) -> list[Any]:

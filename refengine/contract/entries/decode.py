@@ -101,7 +101,10 @@ class DecodeAttention(Entry):
         return list(control_table())
 
     def group(self, case: DecodeCase) -> str:
-        return str(case.geometry)
+        return case.group
+
+    def cost(self, case: AttentionCase) -> float:
+        return 1.0 + case.geometry.heads * case.scores / 1e6
 
     def controls(self) -> Sequence[Control]:
         return [

@@ -55,7 +55,10 @@ class PromptAttention(Entry):
         ]
 
     def group(self, case: AttentionCase) -> str:
-        return str(case.geometry)
+        return case.group
+
+    def cost(self, case: AttentionCase) -> float:
+        return 1.0 + case.geometry.heads * case.scores / 1e6
 
     def controls(self) -> Sequence[Control]:
         return attention_controls()
