@@ -152,7 +152,7 @@ def loop_source(program: Program, kinds: tuple[str, ...], types: tuple[Type, ...
         *(f"    out{i} = np.full(active.size, {place})" for i, place in enumerate(places)),
         "    for t in range(active.size):",
         "        if active[t]:",
-        *(["            fault[0] = t"] if sites(program) else []),
+        *(["            note(fault, 0, t)"] if sites(program) else []),
         f"            found = {unique(program)}(fault, {here})",
         *(f"            out{i}[t] = {place}" for i, place in enumerate(places)),
         f"    return {', '.join(f'out{i}' for i in range(len(places)))}",
@@ -173,7 +173,9 @@ class LaneLoop:
             self.loops[key] = self.build(args)
         fault = np.zeros(4, np.int64)
         try:
-            return self.loops[key](fault, launch.active(mask), launch.threads, *map(raw, args))
+            return self.loops[key](
+                fault.__array_interface__["data"][0], launch.active(mask), launch.threads, *map(raw, args)
+            )
         except (IndexError, ZeroDivisionError) as stopped:
             lane, site, index, size = map(int, fault)
             place = str(sites(self.program)[site])
@@ -192,7 +194,7 @@ class LaneLoop:
         """Compile the function for one lane. Raises KernelError where numba has no types for it, or lock step others."""
         functions = [(p, getattr(scalar_module(p), unique(p))) for p in callees(self.program)]
         try:
-            functions[-1][1].compile((Array(numba.int64, 1, "C"), *types))
+            functions[-1][1].compile((numba.int64, *types))
         except NumbaError as reason:
             raise KernelError(f"{self.program.name}: {self.program.filename}: {first_line(reason)}") from reason
         for program, function in functions:

@@ -18,7 +18,7 @@ from .errors import KernelError
 from .frontend import Program
 
 FAULT = "fault"
-"""int64 [4], in generated source: the lane, and of an index that is outside its site, value and size."""
+"""In generated source the address of int64 [4]: the lane, and of an index that is outside its site, value and size."""
 
 SHIFTS = {ast.LShift: "lshift", ast.RShift: "rshift"}
 DIVISIONS = {ast.FloorDiv: "floordiv", ast.Mod: "mod"}

@@ -73,15 +73,26 @@ CONVERSIONS = {t: f"to_{t}" for t in ("int8", "uint8", "uint16", "int32", "uint3
 
 
 @intrinsic
+def note(context, fault, place, value):
+    """Write an int64 where a fault is noted. fault: the address, for numba counts the references of an array."""
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        builder.store(args[2], builder.gep(address, [args[1]]))
+
+    return types.void(types.int64, types.int64, types.int64), lower
+
+
+@intrinsic
 def within(context, index, size, fault, site):
-    """The index if it is inside, else an IndexError; fault: int64 [4], takes site, index and size behind the lane."""
-    return types.uint64(types.unliteral(index), size, fault, types.int64), _checked
+    """The index if it is inside, else an IndexError; fault: the address of int64 [4], takes site, index and size."""
+    return types.uint64(types.unliteral(index), size, types.int64, types.int64), _checked
 
 
 def _checked(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     index, size = (context.cast(builder, v, t, types.uint64) for v, t in zip(args[:2], signature.args[:2]))
     with cgutils.if_unlikely(builder, builder.icmp_unsigned(">=", index, size)):
-        noted = context.make_array(signature.args[2])(context, builder, args[2]).data
+        noted = builder.inttoptr(args[2], ir.IntType(64).as_pointer())
         for place, value in enumerate((args[3], index, size), 1):
             builder.store(value, builder.gep(noted, [ir.Constant(ir.IntType(32), place)]))
         context.call_conv.return_user_exc(builder, IndexError, ())
@@ -110,7 +121,7 @@ def _is_integer(context, x):
 @njit(**CALLED)
 def _divisor(b, fault, site):
     if _is_integer(b) and b == 0:
-        fault[1] = site
+        note(fault, 1, site)
         raise ZeroDivisionError
 
 
