@@ -44,8 +44,11 @@ def unique(program: Program) -> str:
 
 
 @cache
-def scalar_tree(program: Program) -> ast.FunctionDef:
-    """The function for one lane, line numbers those of the kernel's file. Raises KernelError where lanes would meet."""
+def written(program: Program) -> tuple[ast.FunctionDef, dict[int, Site]]:
+    """The function for one lane, line numbers those of the kernel's file, and its sites.
+
+    Raises KernelError where lanes would meet.
+    """
     for name, value in program.env.items():
         if isinstance(value, Program) and not value.lanewise:
             raise KernelError(f"{program.name} is lanewise, but calls {value.name}, which is not: mark it @lanewise")
@@ -53,15 +56,19 @@ def scalar_tree(program: Program) -> ast.FunctionDef:
             raise KernelError(f"{program.name} is lanewise, but uses {name}: lanes meet there, use @device")
         if name == "cuda":
             raise KernelError(f"{program.name} is lanewise: pass what it needs of cuda as arguments")
-    return ast.fix_missing_locations(OneLane(program).visit(copy.deepcopy(program.tree)))
+    writer = OneLane(program)
+    return ast.fix_missing_locations(writer.visit(copy.deepcopy(program.tree))), writer.sites
+
+
+def scalar_tree(program: Program) -> ast.FunctionDef:
+    """The function for one lane."""
+    return written(program)[0]
 
 
 @cache
 def sites(program: Program) -> dict[int, Site]:
     """Every place where a lane may stop, of the function and of those it calls, by its number."""
-    writer = OneLane(program)
-    writer.visit(copy.deepcopy(program.tree))
-    return {**{n: s for p in program.devices for n, s in sites(p).items()}, **writer.sites}
+    return {**{n: s for p in program.devices for n, s in sites(p).items()}, **written(program)[1]}
 
 
 class OneLane(ast.NodeTransformer):
