@@ -124,7 +124,7 @@ def unary(op: Callable, function: np.ufunc) -> Callable[[Value], Value]:
         if rule is None:
             taken, result = numba_result(op, a.dtype)
             rule = rules[a.dtype.num] = (result if taken == BOOL else taken, result)
-        return function(a.astype(rule[0])).astype(rule[1])
+        return function(a.astype(rule[0], copy=False)).astype(rule[1], copy=False)
 
     return apply
 
@@ -148,8 +148,9 @@ def divided(divide: Callable[[Value, Value], Value]) -> Callable[[Mask, Value, V
 def floor_divide(a: Value, b: Value) -> Value:
     """a // b; the one quotient that int64 does not hold is 0, as numba has it."""
     found = np.floor_divide(a, b)
-    overflow = (b == -1) & (a == LEAST) if found.dtype == INT64 and np.any(b == -1) else False
-    return found if overflow is False else np.where(overflow, np.int64(0), found)[()]
+    if found.dtype != INT64 or not np.any(b == -1):
+        return found
+    return np.where((b == -1) & (a == LEAST), np.int64(0), found)[()]
 
 
 def _integers(name: str, function: np.ufunc) -> Callable[..., Value]:
@@ -234,13 +235,14 @@ def to_integer(a: Value, dtype: np.dtype) -> Value:
     if dtype.itemsize == 1:
         raise LaneTypeError(f"{dtype} of {a.dtype} is not defined on a GPU: write {dtype}(int32(x))")
     ends, whole = np.iinfo(dtype), np.trunc(a)
-    over = whole >= a.dtype.type(2.0) ** (ends.bits - (dtype.kind == "i"))
-    under = whole < a.dtype.type(ends.min)
-    lost = np.isnan(a)
-    found = np.where(over | under | lost, a.dtype.type(0), whole).astype(dtype)
-    found = np.where(over, dtype.type(ends.max), np.where(under, dtype.type(ends.min), found))
+    top = a.dtype.type(2.0) ** (ends.bits - (dtype.kind == "i"))
+    inside = (whole >= a.dtype.type(ends.min)) & (whole < top)
+    if inside.all():
+        return whole.astype(dtype)
+    found = np.where(inside, whole, a.dtype.type(0)).astype(dtype)
+    found = np.where(whole >= top, dtype.type(ends.max), np.where(whole < ends.min, dtype.type(ends.min), found))
     if ends.bits == 64:
-        found = np.where(lost, np.uint64(1 << 63).astype(dtype), found)
+        found = np.where(np.isnan(a), np.uint64(1 << 63).astype(dtype), found)
     return found[()]
 
 
