@@ -1,6 +1,6 @@
 """Random kernels of the dialect, and what they compute by a reading of their source that shares nothing with the machine.
 
-``random_program(seed, grammar)`` writes a program, valid by construction: indices are reduced into their range, loops end,
+``random_program(seed)`` writes a program, valid by construction: indices are reduced into their range, loops end,
 divisors are positive, and a name is read only where it has been assigned. ``reference`` runs it thread by thread as ordinary
 Python, each thread a generator that stops where threads meet, on numbers that know their type. ``smaller`` lists what a
 failing program may be reduced to.
@@ -117,21 +117,6 @@ class Program:
 
 # --- The grammar ---------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Grammar:
-    """What programs may have. lanewise: compiled functions. The others: see GRAMMAR in test_random_kernels.py."""
-
-    lanewise: bool = True
-    ints_wrap: bool = True
-    changed_operand: bool = True
-    int_and_or: bool = True
-    loop_name_reused: bool = True
-    place_in_min: bool = True
-    narrow_unary: bool = True
-    local_stores_wrap: bool = True
-
-
 SIGNED, NARROW, UNSIGNED = ("int32", "int64"), ("int32", "int64", "uint32"), ("uint32", "uint64")
 GROUPS = {"signed": SIGNED, "narrow": NARROW, "unsigned": UNSIGNED, "any": (*NARROW, "uint64")}
 """Words of templates that stand for one of several kinds."""
@@ -155,7 +140,7 @@ FORMS: dict[str, list[str]] = {
     "uint64": [
         *(f"({{unsigned}} {op} {{unsigned}})" for op in ARITHMETIC), "uint64({narrow})", "({unsigned} >> {shift})",
         "({unsigned} << {shift})", "({unsigned} // ({unsigned} | uint32(1)))", "({unsigned} % ({unsigned} | uint32(1)))",
-        "({uint64} if {bool} else {uint64})",
+        "({uint64} if {bool} else {uint64})", *["(-{uint32})", "(~{uint32})"] * 3,
     ],
     "uint32": [
         "uint32({any})", "uint32({any})", "uint32({uint32} * {uint32})", "float_bits({float32})", "min({uint32}, {uint32})",
@@ -175,8 +160,6 @@ FORMS: dict[str, list[str]] = {
         "({bool} ^ {bool})", "({bool} if {bool} else {bool})", "({signed} % 2 == 0)", "({signed} % 3 != {signed} % 3)",
     ],
 }  # fmt: skip
-NARROW_UNARY = ["(-{uint32})", "(~{uint32})"]
-INT_AND_OR = ["({int64} and {int64})", "({int64} or {int64})", "({int64} and {int64} or {int64})"]
 LITERALS = {
     "int64": ["0", "1", "2", "3", "-1", "-5", "7", "K", "(K * 2 + 1)", "(4 if FLAG else 5)", "65535", "2147483647",
               "-2147483648", "4294967297"],
@@ -188,10 +171,11 @@ LITERALS = {
     "divisor": ["2", "3", "5", "7", "(K + 1)", "1000003"],
     "shift": ["1", "2", "K", "7", "13"],
 }  # fmt: skip
+OF_THE_THREAD = {"int32": ["t", "t"], "int64": ["i", "i"], "bool": ["(t % 3 == 1)", "(t & 4 == 0)"]}
 KINDS = ("int64", "int32", "uint32", "float32", "bool", "uint64")
-MASKED = {"int64": "% 65536", "int32": "% 1000"}
 OUTPUTS = {"out_i": "int64", "out_n": "int32", "out_w": "uint32", "out_f": "float32"}
 INPUTS = {"ints": "int32", "longs": "int64", "words": "uint32", "floats": "float32"}
+FIRST_NAMES = {"u1": "int64", "u2": "int32", "x": "int64", "y": "float32", "z": "uint32", "b": "bool"}
 ARGUMENTS = {"n": "int64", "m": "int32", "scale": "float32"}
 
 
@@ -217,10 +201,11 @@ class Scope:
 
 
 class Writer:
-    """Writes one program. Names that start with u are the same in a whole block."""
+    """Writes one program. lanewise: with compiled functions. Names that start with u are the same in a whole block."""
 
-    def __init__(self, seed: int, grammar: Grammar):
-        self.random, self.grammar = random.Random(seed), grammar
+    def __init__(self, seed: int, lanewise: bool):
+        self.random = random.Random(seed)
+        self.decorators = ("device", "lanewise") if lanewise else ("device",)
         self.numbers = 0
         self.functions: list[Function] = []
         self.shared: dict[str, str] = {}
@@ -244,36 +229,28 @@ class Writer:
         kind = self.pick(GROUPS.get(kind, [kind]))
         if kind in ("divisor", "shift") or depth <= 0 or self.chance(0.25):
             return self.leaf(kind, scope, even)
-        forms = FORMS[kind] + INT_AND_OR * (kind == "int64" and self.grammar.int_and_or)
-        forms += NARROW_UNARY * 3 * (kind == "uint64" and self.grammar.narrow_unary)
         calls = [f for f in self.callable(scope) if f.results == (kind,) and not f.writes]
         if calls and not even and self.chance(0.2):
             return self.call(self.pick(calls), scope, depth - 1)
-        if kind == "int64" and not even and self.grammar.changed_operand and self.chance(0.1):
+        if kind == "int64" and not even and self.chance(0.1):
             found = self.changed_operand(scope)
             if found is not None:
                 return found
-        return self.fill(kind, self.pick(forms), scope, depth - 1, even)
+        return self.fill(kind, self.pick(FORMS[kind]), scope, depth - 1, even)
 
     def fill(self, kind: str, form: str, scope: Scope, depth: int, even: bool = False) -> Expr:
         """A template with an expression in each place."""
         parts = re.split(r"\{(\w+)\}", form)
         parts[1::2] = [self.expr(p, scope, depth, even) for p in parts[1::2]]  # type: ignore[misc]
-        if form[:3] in ("min", "max", "abs") and not self.grammar.place_in_min:
-            parts = [Expr(p.kind, [f"{p.kind}(", p, ")"]) if "cuda." in str(p) else p for p in parts]
         return Expr(kind, parts)
 
     def leaf(self, kind: str, scope: Scope, even: bool) -> Expr:
-        literals = (
-            LITERALS[kind] if scope.kernel else [x for x in LITERALS[kind] if not re.search(r"\bK\b|\bm\b|[A-Z]{4}", x)]
-        )
+        literals = [x for x in LITERALS[kind] if scope.kernel or not re.search(r"\bK\b|\bm\b|[A-Z]{4}", x)]
         options: list[Any] = [self.pick(literals)] if literals else []
-        if kind == "int64" and scope.kernel and self.grammar.ints_wrap:
+        if kind == "int64" and scope.kernel:
             options += ["longs[14]", "longs[15]"]
         if scope.kernel and not even:
-            options += {"int32": ["t", "t"], "int64": ["i", "i"], "bool": ["(t % 3 == 1)", "(t & 4 == 0)"]}.get(
-                kind, []
-            )
+            options += OF_THE_THREAD.get(kind, [])
         names = [x for x, k in scope.names.items() if k == kind and (not even or x.startswith("u") or x in ARGUMENTS)]
         options += [self.pick(names) for _ in range(3) if names]
         if scope.kernel:
@@ -311,10 +288,9 @@ class Writer:
         parts: list[Any] = []
         for size in shape.split(","):
             loops = [x for x in scope.fixed if scope.names.get(x) == "int64" and x not in ("i", "n")]
-            turn = (
-                [f"{self.pick(sorted(loops))} % {size}"] if loops and self.chance(0.4) else self.index(int(size), scope)
-            )
-            parts += [", " if parts else f"{array}[", *turn]
+            turn = loops and self.chance(0.4)
+            at = [f"{self.pick(sorted(loops))} % {size}"] if turn else self.index(int(size), scope)
+            parts += [", " if parts else f"{array}[", *at]
         return Expr(kind, [*parts, "]"])
 
     def index(self, size: int, scope: Scope, even: bool = False) -> list[Any]:
@@ -387,11 +363,8 @@ class Writer:
         simple += ["output"] * 2 * scope.kernel + ["called"] * 3 * bool(self.callable(scope))
         simple += ["jump"] * 6 * bool(scope.loop) + ["leave"] * (scope.results is not None)
         simple += ["exchange", "shuffle"] * 2 * (scope.kernel and scope.even and bool(self.shared))
-        nested = (
-            ["branch"] * 5
-            + ["guarded"] * 2
-            + (["loop"] * 4 + ["turns"] * 3 + ["retyped", "carried", "carried"]) * (scope.loops < 2)
-        )
+        nested = ["branch"] * 5 + ["guarded"] * 2
+        nested += (["loop"] * 4 + ["turns"] * 3 + ["retyped", "carried", "carried"]) * (scope.loops < 2)
         return getattr(self, f"do_{self.pick(simple + nested if scope.depth < 3 else simple)}")(scope)
 
     def targets(self, scope: Scope) -> list[str]:
@@ -467,7 +440,7 @@ class Writer:
         target = self.element(array, scope)
         if target.kind in ("int64", "float32") and self.chance(0.4):
             return [Stmt([target, f" {self.pick('+-*')}= ", self.expr(target.kind, scope, 1)])]
-        kind = self.stored(target.kind) if self.grammar.local_stores_wrap else target.kind
+        kind = self.stored(target.kind)
         if kind != target.kind and self.chance(0.7):
             return [Stmt([target, " = 4294967297"])]
         return [Stmt([target, " = ", self.expr(kind, scope)])]
@@ -525,21 +498,20 @@ class Writer:
         even = scope.even and self.chance(0.7)
         name = self.loop_name(scope)
         made = Stmt(["for ", name, " in range(", *self.bounds(scope, even), "):"], [])
-        inner = scope.inner(
-            even=even, loop="even" if even else "uneven", fixed=scope.fixed | {name}, loops=scope.loops + 1
-        )
+        loop = "even" if even else "uneven"
+        inner = scope.inner(even=even, loop=loop, fixed=scope.fixed | {name}, loops=scope.loops + 1)
         inner.names[name] = "int64"
         made.body = self.suite(inner, self.random.randint(1, 3))
-        if self.grammar.loop_name_reused and scope.arrays:
+        if scope.arrays:
             made.body = self.do_element_store(inner) + made.body
         again = scope.names.get(name)
         return [made] + ([Stmt([f"{name} = ", self.leaf(again, scope, even=True)])] if again else [])
 
     def loop_name(self, scope: Scope) -> str:
-        """A name of its own; or, where the grammar has it, one that stood for something else."""
+        """A name of its own, or one that stood for something else."""
         old = [x for x in self.loop_names if x not in scope.fixed]
         old += [x for x in self.targets(scope) if x.startswith("v") and not scope.depth]
-        if self.grammar.loop_name_reused and old and self.chance(0.6):
+        if old and self.chance(0.6):
             return self.pick(old)
         self.loop_names.append(self.fresh("j"))
         return self.loop_names[-1]
@@ -548,11 +520,9 @@ class Writer:
         """At most five turns."""
 
         def some(most: int) -> list[Any]:
-            return (
-                [self.expr("signed", scope, 1, even), f" % {most}"]
-                if self.chance(0.6)
-                else [str(self.random.randrange(most))]
-            )
+            if self.chance(0.6):
+                return [self.expr("signed", scope, 1, even), f" % {most}"]
+            return [str(self.random.randrange(most))]
 
         form = self.random.randrange(4)
         if form == 0:
@@ -605,11 +575,8 @@ class Writer:
         """A name that means something else behind a loop."""
         if scope.depth:
             return self.do_loop(scope)
-        name, loop, kinds = (
-            self.fresh("r"),
-            self.fresh("j"),
-            self.random.sample(("int64", "float32", "bool", "uint32"), 2),
-        )
+        name, loop = self.fresh("r"), self.fresh("j")
+        kinds = self.random.sample(("int64", "float32", "bool", "uint32"), 2)
         start = Stmt([f"{name} = ", self.expr(kinds[0], scope)])
         scope.names[name] = kinds[0]
         inner = scope.inner(even=False, loop="uneven", fixed=scope.fixed | {loop}, loops=scope.loops + 1)
@@ -635,13 +602,8 @@ class Writer:
     def do_exchange(self, scope: Scope) -> list[Stmt]:
         """Through shared memory, a barrier before and behind the reads."""
         array, kind = self.pick(self.shared.items())
-        own, other = (
-            ("t", self.expr("signed", scope, 1))
-            if array != "plane"
-            else ("t // 8, t % 8", self.expr("signed", scope, 1))
-        )
-        name = self.fresh("v")
-        at: list[Any] = ["(", other, ") % 32"] if array != "plane" else ["t // 8, (", other, ") % 8"]
+        own, other, name = "t // 8, t % 8" if array == "plane" else "t", self.expr("signed", scope, 1), self.fresh("v")
+        at: list[Any] = ["t // 8, (", other, ") % 8"] if array == "plane" else ["(", other, ") % 32"]
         out = [
             Stmt([f"{array}[{own}] = ", self.expr(kind, scope)]),
             Stmt(["cuda.syncthreads()"]),
@@ -697,10 +659,8 @@ class Writer:
     def program(self, seed: int) -> Program:
         made = Program(seed, self.random.randint(1, 3), self.pick((32, 32, 64)))
         for _ in range(self.random.randint(0, 2)):
-            decorator = self.pick(("device", "lanewise")) if self.grammar.lanewise else "device"
-            self.functions.append(self.function(decorator))
-        if self.grammar.changed_operand:
-            self.functions.append(self.writer())
+            self.functions.append(self.function(self.pick(self.decorators)))
+        self.functions.append(self.writer())
         self.barred, made.functions = False, self.functions
         meets = self.chance(0.5)
         scope = Scope(dict(ARGUMENTS), fixed=frozenset([*ARGUMENTS, "t", "i"]), even=True, kernel=True)
@@ -710,19 +670,11 @@ class Writer:
             self.shared = {"line": self.pick(("int32", "uint32", "float32")), "plane": "int32"}
             start += [Stmt([f"line = cuda.shared.array({made.threads}, {self.shared['line']})"]),
                       Stmt([f"plane = cuda.shared.array(({made.threads // 8}, 8), int32)"])]  # fmt: skip
-        for name, kind in (
-            ("u1", "int64"),
-            ("u2", "int32"),
-            ("x", "int64"),
-            ("y", "float32"),
-            ("z", "uint32"),
-            ("b", "bool"),
-        ):
+        for name, kind in FIRST_NAMES.items():
             start.append(Stmt([f"{name} = ", self.expr(kind, scope, 2, even=name[0] == "u")]))
             scope.names[name] = kind
-        if self.grammar.changed_operand or self.chance(0.5):
-            start += [Stmt(["a = cuda.local.array(4, int64)"]), Stmt(["for k in range(4):"], [Stmt(["a[k] = i + k"])])]
-            scope.arrays["a"] = "int64[4]"
+        start += [Stmt(["a = cuda.local.array(4, int64)"]), Stmt(["for k in range(4):"], [Stmt(["a[k] = i + k"])])]
+        scope.arrays["a"] = "int64[4]"
         together = self.suite(scope, self.random.randint(1, 3)) if meets else []
         scope.even, scope.results = False, ()
         apart = self.suite(scope, self.random.randint(2, 5))
@@ -753,9 +705,9 @@ def mixed(name: str, value: Expr) -> Stmt:
     return Stmt([f"{name} = ({name} * 31 + int64(", *bits, ")) % 1000003"])
 
 
-def random_program(seed: int, grammar: Grammar) -> Program:
-    """The program of a seed."""
-    return Writer(seed, grammar).program(seed)
+def random_program(seed: int, lanewise: bool = False) -> Program:
+    """The program of a seed; lanewise: with compiled functions."""
+    return Writer(seed, lanewise).program(seed)
 
 
 def arguments(program: Program) -> dict[str, Any]:
@@ -768,11 +720,8 @@ def arguments(program: Program) -> dict[str, Any]:
             out[array] = numbers.standard_normal((4, 4)).astype(np.float32)
         else:
             limits = np.iinfo(kind)
-            small, large = (
-                numbers.integers(limits.min // 2**20 * (kind != "int64") - 50 * (limits.min < 0), 90, 16),
-                np.array([limits.min, limits.max]),
-            )
-            out[array] = np.concatenate([small[:14], large]).astype(kind)
+            small = numbers.integers(limits.min // 2**20 * (kind != "int64") - 50 * (limits.min < 0), 90, 16)
+            out[array] = np.array([*small[:14].tolist(), limits.min, limits.max], kind)
     return out | {"n": 5, "m": np.int32(-7), "scale": np.float32(0.75)}
 
 
@@ -796,7 +745,6 @@ class Number:
     """An int or a float32 with its type; an operation gives the type that numba gives it."""
 
     __slots__ = ("kind", "value")
-    grammar = Grammar()
 
     def __init__(self, kind: str, value: Any):
         self.kind, self.value = kind, value
@@ -833,13 +781,6 @@ def finite(value: np.float32) -> Number:
     return Number("float32", value)
 
 
-def whole(kind: str, value: int) -> Number:
-    short = wrapped(value, kind)
-    if short != value and kind == "int64" and not Number.grammar.ints_wrap:
-        raise Invalid("an int64 wraps")
-    return Number(kind, short)
-
-
 def typed(value: Any) -> Number:
     if not isinstance(value, Number):
         raise Invalid(f"{value!r} as a number")
@@ -858,7 +799,7 @@ def arithmetic(function: Callable) -> Callable:
             return finite(function(a.value, b.value))
         if function is operator.truediv or (divides and not b.value):
             raise Invalid("a division of ints, or by zero")
-        return whole(kind, function(a.value, b.value))
+        return Number(kind, wrapped(function(a.value, b.value), kind))
 
     return apply
 
@@ -890,10 +831,7 @@ def sign_or_bits(function: Callable) -> Callable:
         if a.kind == "float32":
             return Number("float32", function(a.value))
         kind = "uint64" if a.kind in UNSIGNED else "int64"
-        own = whole(a.kind, function(a.value)).value
-        if own != wrapped(function(a.value), kind) and not Number.grammar.narrow_unary:
-            raise Invalid("a sign or a complement that wraps")
-        return Number(kind, own)
+        return Number(kind, wrapped(function(a.value), a.kind))
 
     return apply
 
@@ -1136,11 +1074,10 @@ class SharedArrays:
         return self.arrays[self.declared - 1]
 
 
-def reference(program: Program, args: dict[str, Any], grammar: Grammar) -> dict[str, np.ndarray]:
+def reference(program: Program, args: dict[str, Any]) -> dict[str, np.ndarray]:
     """The outputs, thread by thread. Raises Invalid where the program is not valid."""
     ready = {n: memory(a) if isinstance(a, np.ndarray) and a.ndim else scalar(a) for n, a in args.items()}
     options = {n: scalar(v) if type(v) is int else v for n, v in BOUND.items()}
-    before, Number.grammar = Number.grammar, grammar
     turn = turn_counter()
     try:
         code = one_thread_code(str(program))
@@ -1155,8 +1092,6 @@ def reference(program: Program, args: dict[str, Any], grammar: Grammar) -> dict[
                 run_block(threads)
     except (NameError, TypeError, AttributeError, SyntaxError) as reason:
         raise Invalid(str(reason)) from reason
-    finally:
-        Number.grammar = before
     return {n: plain(ready[n], args[n].dtype) for n in OUTPUTS}
 
 
