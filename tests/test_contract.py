@@ -243,3 +243,11 @@ def test_a_broken_backend_fails_the_run(two_level, capsys):
 def test_a_backend_that_nobody_registered_is_refused():
     with pytest.raises(UserError, match="--backend two-levels"):
         run(request(kernel=None, backend="two-levels"), None)
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("prompt_attention", 1), ("decode_attention", 3)])
+def test_attention_kernels_have_eight_mutants_each_and_controls_among_them(name, kernels):
+    listed = mutants(entry_named(name))
+    assert len(listed) >= 8 * kernels and len({m.name for m in listed}) == len(listed)
+    assert any(m.control and GUARDS not in m.gates for m in listed)
+    assert any(m.control and GUARDS in m.gates for m in listed)

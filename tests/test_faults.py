@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from buffers import BF16, Output, assert_same_bits, normal
-from paging import Cache, Guarded, StreamRows, build_cache, poison
+from paging import Cache, Guarded, StreamRows, build_cache
 
 from backends.base import DECODE, PROMPT, Backend, BackendError, Sizes, Stream, backend_class
 from backends.layout import paged, window
@@ -28,6 +28,8 @@ from kernels_numba.norms import warp_sum
 from kernels_numba.prompt_attention import heads_per_block, launch_shape, prompt_attention
 from kernels_numba.sampling import argmax
 from refengine.commands.compare import Request, room
+from refengine.contract import workbench
+from refengine.contract.caches import poison_unheld
 from refengine.device import open_device
 from refengine.errors import UserError
 from refengine.registry import load_model
@@ -353,10 +355,10 @@ def test_what_unused_slots_hold_does_not_show(length, phase):
 
 def test_poison_that_changes_nothing_is_noticed():
     words, some = np.zeros(8, np.uint32), np.arange(8) < 4
-    poison(words, some)
+    poison_unheld(words, ~some, workbench.NAN)
     assert np.isnan(words[:4].view(BF16).astype(np.float32)).all() and (words[4:] == 0).all()
     with pytest.raises(AssertionError, match="the poison changed nothing"):
-        poison(words, some)
+        poison_unheld(words, ~some, workbench.NAN)
 
 
 # --- F: scratch and memory --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from buffers import FILL
 from mutants import mutate
 from paging import BF16, NAN_WORD, Cache, Guarded, StreamRows, build_cache, p256_or
 
@@ -162,7 +163,7 @@ def test_a_stream_among_others_writes_its_own_rows_only(layout):
         found = out.array[s.first : s.first + s.rows]
         np.testing.assert_array_equal(bits(found), bits(rows_of(12, 2, s.rows, s.committed)))
     outside = np.r_[0:4, 46:50]
-    assert (bits(out.array[outside]) == Guarded.FILL).all()
+    assert (bits(out.array[outside]) == FILL).all()
 
 
 @pytest.mark.parametrize("padding", [-1, 0, 10**6])

@@ -94,11 +94,14 @@ def build_cache(
     ptok: int,
     streams: list[StreamRows],
     poison: Poison = NAN,
-    padding: int = NO_PAGE,
+    padding: int | None = NO_PAGE,
     first_page: int = 0,
 ) -> Cache:
-    """Lay the streams out. ptok: positions a page (a window ignores it). padding: table entries past the end. first_page: the
-    lowest page id, below which no page is used."""
+    """Lay the streams out.
+
+    ptok: positions a page (a window ignores it). padding: table entries past the end (None: the null page). first_page: the
+    lowest page id, below which no page is used.
+    """
     rng = np.random.default_rng(0)
     _, kv_heads, dims = streams[0].k.shape
     windows = layout.name == "window"
@@ -111,11 +114,12 @@ def build_cache(
     ids = first_page + rng.permutation(last - first_page)
     arena = np.zeros(2 * LEADING_WORDS + (last + 1) * page_words, np.uint32)
     held = np.zeros(len(arena), np.bool_)
-    tables, rows = [padding] * PADDING, []
+    null = last if padding is None else padding
+    tables, rows = [null] * PADDING, []
     for stream, count in zip(streams, needed, strict=True):
         own, ids = unordered(ids[:count]), ids[count:]
         base, table = (LEADING_WORDS + int(own[0]) * page_words, -1) if windows else (LEADING_WORDS, len(tables))
-        tables += [*map(int, own), *[padding] * PADDING]
+        tables += [*map(int, own), *[null] * PADDING]
         rows.append((stream.first, stream.rows, stream.committed, base, table, ptok))
         for plane, data in ((k_plane, stream.k), (v_plane, stream.v)):
             starts = row_starts(own, len(data), ptok, page_words, kv_heads, dims // 2)

@@ -62,9 +62,9 @@ def tasks(order: Order) -> list[Task]:
 
 
 def table_of(entry: Entry, full: bool) -> list[Any]:
-    """The entry's cases and its first control case, which runs in checked mode, too; with ``full`` every control case."""
-    control = entry.control_cases()
-    return list(dict.fromkeys([*(control if full else control[:1]), *entry.cases(full)]))
+    """The entry's cases and its first control case, which runs in checked mode, too; ``full`` holds all that others hold."""
+    control, small = entry.control_cases(), entry.cases(False)
+    return list(dict.fromkeys([*control, *small, *entry.cases(True)] if full else [control[0], *small]))
 
 
 def perform(order: Order, task: Task) -> list[Verdict | Planted]:
