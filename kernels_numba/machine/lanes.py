@@ -148,7 +148,7 @@ def divided(divide: Callable[[Value, Value], Value]) -> Callable[[Mask, Value, V
 def floor_divide(a: Value, b: Value) -> Value:
     """a // b; the one quotient that int64 does not hold is 0, as numba has it."""
     found = np.floor_divide(a, b)
-    if found.dtype != INT64 or not np.any(b == -1):
+    if found.dtype != INT64 or not (b == -1 if b.ndim == 0 else (b == -1).any()):
         return found
     return np.where((b == -1) & (a == LEAST), np.int64(0), found)[()]
 
@@ -252,10 +252,11 @@ def converted(a: Value, dtype: np.dtype) -> Value:
 
 
 def caster(dtype: np.dtype) -> Callable[[Value], Value]:
-    """The conversion ``float32(x)``, ``int32(x)``, ...: see ``converted``."""
+    """The conversion ``float32(x)``, ``int32(x)``, ...: as ``converted``, for one type."""
+    integers = dtype.kind in "iu"
 
     def cast(a: Value) -> Value:
-        made = converted(a, dtype)
+        made = to_integer(a, dtype) if integers and a.dtype.kind == "f" else a.astype(dtype)
         return uniform(made) if a.ndim == 0 else made
 
     return cast
