@@ -559,8 +559,6 @@ class Writer:
         return [Stmt(["if ", test, ":"], [*before, Stmt([self.pick(("break", "continue"))])])]
 
     def do_leave(self, scope: Scope) -> list[Stmt]:
-        if self.chance(0.5):
-            return self.do_assign(scope)
         inner = scope.inner()
         return [Stmt(["if ", self.expr("bool", scope), ":"], [self.returned(inner)])]
 
@@ -1153,6 +1151,10 @@ def answer(meetings: list[Any], thread: int) -> Any:
 def smaller(program: Program) -> Iterator[Callable[[], Callable[[], None]]]:
     """Changes that make a program smaller, most first; each does it and gives what undoes it."""
     for suite in list(program.suites()):
+        some = len(suite) // 6 + 1
+        for number in reversed(range(0, len(suite), some)):
+            yield lambda s=suite, n=number, m=some: splice(s, n, [], m)
+    for suite in list(program.suites()):
         for number in reversed(range(len(suite))):
             if number < len(suite):
                 yield from (lambda s=suite, n=number, w=what: splice(s, n, w) for what in without(suite[number]))
@@ -1168,9 +1170,9 @@ def without(statement: Stmt) -> list[list[Stmt]]:
     return [[], *(i for i in inner if i), *bare]
 
 
-def splice(suite: list[Stmt], number: int, by: list[Stmt]) -> Callable[[], None]:
+def splice(suite: list[Stmt], number: int, by: list[Stmt], many: int = 1) -> Callable[[], None]:
     old = list(suite)
-    suite[number : number + 1] = by
+    suite[number : number + many] = by
 
     def undo() -> None:
         suite[:] = old
