@@ -35,7 +35,7 @@ from kernels_numba.machine import KernelError, arrays, checked, choices, cuda, i
 from kernels_numba.machine.cpu import Launch
 from kernels_numba.machine.lockstep import Translator
 
-PROGRAMS = range(60)
+PROGRAMS = range(40)
 COMPILED = range(1000, 1010)
 """Seeds; those of programs with compiled functions apart, for they take numba's time."""
 
