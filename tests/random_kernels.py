@@ -501,9 +501,8 @@ class Writer:
         loop = "even" if even else "uneven"
         inner = scope.inner(even=even, loop=loop, fixed=scope.fixed | {name}, loops=scope.loops + 1)
         inner.names[name] = "int64"
-        made.body = self.suite(inner, self.random.randint(1, 3))
-        if scope.arrays:
-            made.body = self.do_element_store(inner) + made.body
+        first = self.do_element_store(inner) if scope.arrays else []
+        made.body = first + self.suite(inner, self.random.randint(1, 3))
         again = scope.names.get(name)
         return [made] + ([Stmt([f"{name} = ", self.leaf(again, scope, even=True)])] if again else [])
 
