@@ -90,11 +90,11 @@ def test_a_kernel_that_does_not_repeat_is_told_from_one_that_reads_poison():
         def launch(self, case, inputs, bench, modules):
             self.launches += 1
             if self.launches > 1:
-                bits(inputs["x"])[0, 0] += self.launches
+                inputs["x"] = inputs["x"] * inputs["x"].dtype.type(1 + self.launches)
             super().launch(case, inputs, bench, modules)
 
     problems = judge(Restless(), NORM_CASE, Trial(CPU)).problems
-    assert problems[REPEATS].startswith("another run differs: out at row 0") and GUARDS not in problems
+    assert problems[REPEATS].startswith("another run differs: out at row ") and GUARDS not in problems
 
 
 GUARDED = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from refengine.contract.attention import AttentionCase, Geometry
 from refengine.contract.backend import BackendCase
+from refengine.contract.entries.decode import BARE, CHAIN, TREE, DecodeCase
 from refengine.contract.gates import EXACT, GUARDS, Trial, judge, this_device
 from refengine.contract.registry import entry_named
 
@@ -36,11 +37,12 @@ def geometries(draw):
 
 
 @st.composite
-def attention_cases(draw, most_rows=40):
+def attention_cases(draw, kind=AttentionCase, most_rows=40):
     layout, ptok = draw(st.sampled_from([("window", 0), ("paged", None), ("paged_p256", 256)]))
     drawn = tuple((min(rows, most_rows), committed) for rows, committed in draw(streams))
     ptok = draw(page_sizes) if ptok is None else ptok
-    return AttentionCase(draw(geometries()), layout, ptok, drawn, number=draw(st.integers(0, 5)))
+    shape = {"shape": draw(st.sampled_from([CHAIN, TREE, BARE]))} if kind is DecodeCase else {}
+    return kind(draw(geometries()), layout, ptok, drawn, number=draw(st.integers(0, 5)), **shape)
 
 
 def hold(name: str, case, seed: int) -> None:
@@ -56,15 +58,17 @@ def test_prompt_attention(case, seed):
 
 
 @DRAWN
-@given(attention_cases(most_rows=16), st.integers(0, 2**20))
+@given(attention_cases(DecodeCase, 16), st.integers(0, 2**20))
 def test_decode_attention(case, seed):
     hold("decode_attention", case, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, most_rows", [("prompt_attention", 40), ("decode_attention", 16)])
-def test_many_draws(name, most_rows):
-    MANY(given(attention_cases(most_rows), st.integers(0, 2**20))(lambda case, seed: hold(name, case, seed)))()
+@pytest.mark.parametrize(
+    "name, kind, most_rows", [("prompt_attention", AttentionCase, 40), ("decode_attention", DecodeCase, 16)]
+)
+def test_many_draws(name, kind, most_rows):
+    MANY(given(attention_cases(kind, most_rows), st.integers(0, 2**20))(lambda case, seed: hold(name, case, seed)))()
 
 
 @pytest.mark.parametrize("backend", ["paged", "paged-p256"])

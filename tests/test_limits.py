@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("numba_cuda")
 
-from kernels_numba.machine import compiler, cuda, float32, kernel
+from kernels_numba.machine import compiler, cuda, float32, kernel, shared_memory
 from kernels_numba.machine.errors import SetupError
 from kernels_numba.machine.modes import Noted
 from kernels_numba.machine.records import ARCHITECTURES
@@ -122,8 +122,9 @@ def test_a_launch_that_is_too_wide_for_some_is_named_for_these():
     assert texts(past) == [f"staged WORDS=64: {sm}: {says}" for sm in ("sm_86", "sm_89", "sm_120", "sm_121")]
 
 
-def test_what_does_not_compile_is_a_problem_of_its_launch():
+def test_what_does_not_compile_is_a_problem_of_its_launch(monkeypatch):
     """Static memory past ptxas's own limit on each architecture; a kernel that is refused once; others are measured."""
+    monkeypatch.setattr(shared_memory, "MAX_STATIC_BYTES", 100 * KIB)
     wide, refused = LaunchName("staged", "WORDS=16384"), LaunchName("staged", "a float too few")
     torn = replace(noted(), signature=compiler.signature((FLOATS, np.float32(0))))
     found = measure({wide: noted(words=16384), refused: torn, NAME: noted()})
@@ -278,6 +279,7 @@ def asked(**options):
 def one_case(monkeypatch):
     """RMSNorm's entry with one case and nothing planted."""
     monkeypatch.setattr(RmsNorm, "cases", lambda *_: [NormCase(5, 2)])
+    monkeypatch.setattr(RmsNorm, "control_cases", lambda *_: [NormCase(5, 2)])
     monkeypatch.setattr(RmsNorm, "controls", lambda _: [])
     monkeypatch.setattr("refengine.contract.runner.mutants", lambda _: [])
 
