@@ -195,6 +195,26 @@ def unknown_name(out):
 
 
 @kernel
+def from_the_end(out):
+    out[-1] = float32(1.0)
+
+
+@lanewise
+def never_assigned(a):
+    for i in range(1, 1):
+        a[0] = float32(later)  # noqa: F821
+        later = i  # noqa: F841
+    return a[0]
+
+
+@kernel
+def unassigned_in_a_lane(out):
+    a = cuda.local.array(1, float32)
+    a[0] = float32(0.0)
+    out[0] = never_assigned(a)
+
+
+@kernel
 def sliced(out):
     """Not in the dialect."""
     out[0] = out[1:2][0]
@@ -231,6 +251,7 @@ REFUSALS = [
     (with_statement, "With is not in the kernel dialect"),
     (unknown_name, "name undefined_thing is not defined"),
     (sliced, "a slice is not in the kernel dialect"),
+    (from_the_end, "index -1: arrays of the kernel dialect do not count from the end"),
 ]
 
 
@@ -242,6 +263,11 @@ def test_a_broken_kernel_is_refused_by_name_file_and_line(broken, message):
     assert (
         message in text and text.startswith(f"{broken.__name__}: ") and "test_machine.py:" in text and "\n" not in text
     )
+
+
+def test_a_compiled_function_names_a_variable_that_it_reads_too_early():
+    with pytest.raises(KernelError, match="never_assigned: .*: Variable 'later' is read before it is assigned"):
+        unassigned_in_a_lane[1, 32](np.zeros(64, np.float32))
 
 
 LAUNCHES = [

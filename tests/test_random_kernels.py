@@ -159,8 +159,8 @@ def with_index(access: str, index: str) -> str:
 @pytest.mark.parametrize("way", ["plain", "checked"])
 def test_an_index_outside_a_local_array_is_refused(way, access, index):
     source = with_index(access, index)
-    run = module_from(source, "an index outside").program.at(**BOUND)[1, 32]
     with pytest.raises(KernelError):
+        run = module_from(source, "an index outside").program.at(**BOUND)[1, 32]
         launched(run, arguments(Program(0, 1, 32)), way, 32)
 
 

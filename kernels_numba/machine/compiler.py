@@ -187,7 +187,7 @@ def first_line(reason: Exception) -> str:
     """The telling line of numba's message."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(reason))
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
-    own = re.search(r"\w+: operand \d+ is .*", plain)
+    own = re.search(r"\w+: operand \d+ is .*", plain) or re.search(r"Variable '\w+' is not defined", plain)
     return own[0] if own else next((x for x in lines if x.startswith("No ")), lines[0] if lines else repr(reason))
 
 

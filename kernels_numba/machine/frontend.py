@@ -295,6 +295,11 @@ class Binder(CompileTime, ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         if any(isinstance(n, ast.Slice) for n in ast.walk(node.slice)):
             raise self.error(node, "a slice is not in the kernel dialect: index single elements")
+        of_an_array = not isinstance(node.value, ast.Attribute)
+        for index in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+            known = self.value(index)
+            if of_an_array and isinstance(known, int) and known < 0:
+                raise self.error(node, f"index {known}: arrays of the kernel dialect do not count from the end")
         return self.generic_visit(node)
 
     def refused(self, node: ast.AST) -> ast.AST:

@@ -196,6 +196,7 @@ class LaneLoop:
         try:
             functions[-1][1].compile((numba.int64, *types))
         except NumbaError as reason:
-            raise KernelError(f"{self.program.name}: {self.program.filename}: {first_line(reason)}") from reason
+            said = first_line(reason).replace("_' is not defined", "' is read before it is assigned")
+            raise KernelError(f"{self.program.name}: {self.program.filename}: {said}") from reason
         for program, function in functions:
             lane_types.check(program, function)
