@@ -163,9 +163,12 @@ def test_a_bad_file_of_mutants_is_refused_by_file_and_item(tmp_path, text, says)
         mutants(RMS, tmp_path)
 
 
-def test_a_mutant_whose_text_is_gone_is_refused():
-    with pytest.raises(UserError, match="mutant rms_norm: old: 'no such text' stands 0 times in kernels_numba.norms"):
-        controls.mutated(RMS, Mutant("rms_norm", "old", NORMS, "no such text", "", (BOUND,)))
+def test_a_mutant_whose_text_is_gone_is_missed_and_says_why():
+    old = Mutant("rms_norm", "old", NORMS, "no such text", "", (BOUND,))
+    with pytest.raises(UserError, match="'no such text' stands 0 times in kernels_numba.norms, not once"):
+        controls.mutated(RMS, old)
+    planted = plant_mutant(RMS, old, Trial(CPU))
+    assert not planted.red and planted.name.startswith("old: cannot be planted: 'no such text' stands 0 times")
 
 
 # --- The command --------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def mutated(entry: Entry, mutant: Mutant) -> Modules:
     """The entry's modules with the fault planted. Raises UserError unless the text stands in the module once."""
     source = inspect.getsource(importlib.import_module(mutant.module))
     if (times := source.count(mutant.old)) != 1:
-        raise UserError(f"mutant {mutant.entry}: {mutant.name}: {mutant.old!r} stands {times} times in {mutant.module}")
+        raise UserError(f"{mutant.old!r} stands {times} times in {mutant.module}, not once")
     return {**product_modules(entry), mutant.module: module_from(source.replace(mutant.old, mutant.new), mutant.module)}
 
 
@@ -130,8 +130,12 @@ def plant_control(entry: Entry, control: Control, trial: Trial) -> Planted:
 
 
 def plant_mutant(entry: Entry, mutant: Mutant, trial: Trial) -> Planted:
-    """Run the control cases with a fault in the source, until one of its gates finds it."""
-    planted = replace(trial, modules=mutated(entry, mutant), watched=GUARDS in mutant.gates)
+    """Run the control cases with a fault in the source, until one of its gates finds it; what cannot be planted is missed."""
+    try:
+        modules = mutated(entry, mutant)
+    except UserError as gone:
+        return Planted(entry.name, f"{mutant.name}: cannot be planted: {gone}", mutant.gates[0], "")
+    planted = replace(trial, modules=modules, watched=GUARDS in mutant.gates)
     return judged(entry, mutant.name, mutant.gates, mutant.says, planted)
 
 
