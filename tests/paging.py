@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 import numpy as np
-from buffers import Output
 from numpy.typing import NDArray
 
 from backends.layout import Layout, paged_p256
@@ -13,11 +12,10 @@ from refengine.contract import caches
 from refengine.contract.caches import StreamRows
 from refengine.contract.workbench import BF16, NAN
 
-__all__ = ["BF16", "NAN_WORD", "Cache", "Guarded", "StreamRows", "build_cache", "p256_or"]
+__all__ = ["BF16", "NAN_WORD", "Cache", "StreamRows", "build_cache", "p256_or"]
 
 NAN_WORD = np.uint32(NAN.word)
 """Two bf16 NaNs that no kernel writes: what unused words hold."""
-Guarded = Output
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from buffers import Output
 from mutants import module_from
-from paging import BF16, NAN_WORD, Cache, Guarded, StreamRows, build_cache, p256_or
+from paging import BF16, NAN_WORD, Cache, StreamRows, build_cache, p256_or
 
 from backends.layout import Layout, paged, paged_p256, window
 from kernels_numba import decode_attention as module
@@ -64,7 +65,7 @@ class Rows:
         positions = chain_positions(cache.streams) if positions is None else positions
         k, v = (self.k[positions], self.v[positions]) if record is None else record
         buffer = np.full(plan.scratch_size + GUARD, np.nan, np.float32)
-        out = Guarded((plan.rows, self.heads, self.D))
+        out = Output((plan.rows, self.heads, self.D))
         tables = tables or chain_tables(cache.streams)
         run(
             out.array, self.q[positions], cache.arena, cache.pages, cache.streams, *tables, k, v, cache.k_plane,

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from buffers import BF16, Output, assert_same_bits, normal
-from paging import Cache, Guarded, StreamRows, build_cache
+from paging import Cache, StreamRows, build_cache
 
 from backends.base import DECODE, PROMPT, Backend, BackendError, Sizes, Stream, backend_class
 from backends.layout import paged, window
@@ -368,7 +368,7 @@ def decode(heads: Heads, c: Cache, depths: Sequence[int], q, k, v, scratch=None)
     """decode_attention of chains cut to these depths, scores as they are, NaN in out and scratch before."""
     plan = plan_decode(c.streams, heads.heads, heads.kv_heads, heads.head_dim)
     rows, paths, _ = chain_tables(c.streams)
-    out = Guarded((plan.rows, heads.heads, heads.head_dim))
+    out = Output((plan.rows, heads.heads, heads.head_dim))
     scratch = np.full(plan.scratch_size, NAN, np.float32) if scratch is None else scratch
     decode_attention(
         out.array, q, c.arena, c.pages, c.streams, rows, paths, np.array(depths, np.int32), k, v, c.k_plane, c.v_plane,
@@ -470,7 +470,7 @@ def test_each_of_several_new_rows_sees_the_keys_up_to_itself(phase):
     k, v = marked(8)
     q = normal(np.random.default_rng(0), 4, 2, 64)
     if phase == PROMPT:
-        out = Guarded((4, 2, 64))
+        out = Output((4, 2, 64))
         launch_prompt(out.array, q, build_cache(paged, 3, [StreamRows(k, v, 0, 4, 4)]))
         found = out.checked()
     else:

@@ -11,9 +11,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from buffers import FILL
+from buffers import FILL, Output
 from mutants import mutate
-from paging import BF16, NAN_WORD, Cache, Guarded, StreamRows, build_cache, p256_or
+from paging import BF16, NAN_WORD, Cache, StreamRows, build_cache, p256_or
 
 from backends.layout import Layout, paged, paged_p256, window
 from kernels_numba.machine import KernelError
@@ -49,7 +49,7 @@ class Prompt:
     def attend(self, cache: Cache, kernel=prompt_attention) -> np.ndarray:
         """The rows of the cache's one stream, every output written, nothing else touched. bf16 [rows, H, D]."""
         rows, committed = (int(n) for n in cache.streams[0, 1:3])
-        out = Guarded((rows, self.heads, self.D))
+        out = Output((rows, self.heads, self.D))
         launch(kernel, cache, 0, out.array, self.q[committed : committed + rows], self.scale)
         cache.assert_untouched()
         return out.checked()
@@ -156,7 +156,7 @@ def test_a_stream_among_others_writes_its_own_rows_only(layout):
     ]
     cache = build_cache(*layout, streams)
     q = np.full((50, 12, 256), np.nan, BF16)
-    out = Guarded(q.shape)
+    out = Output(q.shape)
     for stream, s in enumerate(streams):
         q[s.first : s.first + s.rows] = p.q[s.committed : s.committed + s.rows]
         launch(prompt_attention, cache, stream, out.array, q, p.scale)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from buffers import Output
 from mutants import module_from
-from paging import BF16, Cache, Guarded, StreamRows, build_cache, p256_or
+from paging import BF16, Cache, StreamRows, build_cache, p256_or
 
 from backends.layout import Layout, paged, paged_p256, window
 from kernels_numba import rope_store as module
@@ -112,7 +113,7 @@ def positions(cache: Cache) -> np.ndarray:
 def store(one: Layer, cache: Cache, run=rope_store) -> np.ndarray:
     """A prompt pass over the streams' rows; the queries."""
     at = positions(cache)
-    q = Guarded((len(at), HEADS, one.D))
+    q = Output((len(at), HEADS, one.D))
     rows = row_streams(cache.streams)
     place = (cache.k_plane, cache.v_plane, cache.page_words, float(EPS), KV_HEADS, cache.layout)
     norms = (one.q_gain, one.k_gain, one.cos_sin)
@@ -123,7 +124,7 @@ def store(one: Layer, cache: Cache, run=rope_store) -> np.ndarray:
 def record(one: Layer, cache: Cache) -> list[np.ndarray]:
     """A decode launch over the streams' rows: queries, and the window record's keys and values."""
     at = positions(cache)
-    q, k, v = (Guarded((len(at), heads, one.D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (Output((len(at), heads, one.D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
     rows, _, depths = chain_tables(cache.streams)
     norms = (one.q_gain, one.k_gain, one.cos_sin, float(EPS))
     rope_record(q.array, one.qkv[at], k.array, v.array, cache.streams, rows, depths, *norms)
