@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import sys
 from dataclasses import replace
@@ -238,9 +239,12 @@ def test_the_example_plug_in_passes_and_its_broken_twin_does_not(two_level):
             assert planted.red or not right
 
 
-def test_a_broken_backend_fails_the_run(two_level, capsys):
-    assert run(request(kernel=None, backend="two-level-broken"), None) == 1
+def test_a_broken_backend_fails_the_run(two_level, capsys, tmp_path):
+    assert run(request(kernel=None, backend="two-level-broken"), tmp_path / "report.json") == 1
     assert "backend two-level-broken prompt" in capsys.readouterr().out
+    bits = json.loads((tmp_path / "report.json").read_text())["bits"]
+    assert len(bits) == len(entry_named("backend two-level").cases(False)) + 1
+    assert all(name.startswith("backend two-level-broken ") for name in bits)
 
 
 def test_a_backend_that_nobody_registered_is_refused():

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from refengine.contract.attention import AttentionCase, Geometry
+from refengine.contract.attention import AttentionCase
 from refengine.contract.backend import BackendCase
 from refengine.contract.entries.decode import BARE, CHAIN, TREE, DecodeCase
 from refengine.contract.gates import EXACT, GUARDS, Trial, judge, this_device
 from refengine.contract.registry import entry_named
+from refengine.verify.attention_bits import Heads
 
 CPU = this_device("cpu")
 KEYS = 400
@@ -33,7 +34,7 @@ def geometries(draw):
     """Groups of 1 to 12 heads, 1 or 2 KV heads; wide heads with few of them."""
     D = draw(st.sampled_from([64, 128, 256]))
     kv_heads = draw(st.integers(1, 2))
-    return Geometry(kv_heads * draw(st.integers(1, 12 if D == 64 else 4)), kv_heads, D)
+    return Heads(kv_heads * draw(st.integers(1, 12 if D == 64 else 4)), kv_heads, D)
 
 
 @st.composite
@@ -75,7 +76,7 @@ def test_many_draws(name, kind, most_rows):
 @settings(DRAWN, max_examples=8)
 @given(
     phase=st.sampled_from(["prompt", "decode"]),
-    heads=st.sampled_from([Geometry(1, 1), Geometry(3, 1), Geometry(4, 2)]),
+    heads=st.sampled_from([Heads(1, 1), Heads(3, 1), Heads(4, 2)]),
     ptok=page_sizes,
     drawn=st.lists(st.tuples(st.integers(1, 16), st.integers(0, KEYS)), min_size=1, max_size=3),
     seed=st.integers(0, 2**20),

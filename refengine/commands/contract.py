@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rich.table import Table
 from backends.base import backend_names
 from refengine.commands import limits
 from refengine.commands.names import known_name
-from refengine.commands.report import check_report, progress_bar, show, write_report
+from refengine.commands.report import check_report, progress_bar, read_report, show, write_report
 from refengine.contract import limit_records
 from refengine.contract.backend import PREFIX
 from refengine.contract.controls import Planted
@@ -21,6 +20,7 @@ from refengine.contract.limit_records import Records, read_records
 from refengine.contract.limits import Limits
 from refengine.contract.registry import entries, entry_named, product_kernels, uncovered
 from refengine.contract.runner import Order, results, table_of, tasks
+from refengine.cores import usable_cores
 from refengine.device import open_device
 from refengine.errors import UserError
 
@@ -91,7 +91,8 @@ def run(request: Request, json: Path | None) -> int:
     names, records = chosen(request), of_request(request, read_records(limit_records.RECORDS))
     if request.record:
         return limits.record(kernels_of(request), records, json)
-    bits = recorded_bits(request.against or (H200 if H200.exists() else None))
+    against = request.against or (H200 if H200.exists() else None)
+    bits = {} if against is None else read_report(against, "contract", digests)
     order = Order(open_device(request.device).name, names, request.full, request.mutate, request.seed, bits)
     held = held_cases(order, request.against)
     report = collected(order, request, records)
@@ -137,7 +138,7 @@ def collected(order: Order, request: Request, records: Records) -> Report:
     work, found = tasks(order), []
     with progress_bar() as bar:
         task = bar.add_task("contract", total=len(work))
-        for one in results(order, work, request.processes or limits.cores()):
+        for one in results(order, work, request.processes or usable_cores()):
             found += one
             bar.advance(task)
     verdicts = sorted((v for v in found if isinstance(v, Verdict)), key=lambda v: (v.entry, v.case))
@@ -149,16 +150,9 @@ def collected(order: Order, request: Request, records: Records) -> Report:
 # --- Bits of another run ------------------------------------------------------------------------------------------------
 
 
-def recorded_bits(path: Path | None) -> dict[str, str]:
-    """The digests of a report, by case. Raises UserError for a file that is none."""
-    if path is None:
-        return {}
-    try:
-        return {str(case): str(digest) for case, digest in json_module.loads(path.read_text())["bits"].items()}
-    except OSError as problem:
-        raise UserError(f"--against {path}: {problem.strerror}; name a file of contract --json") from problem
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise UserError(f"--against {path}: is no report of contract; make one with contract --json") from problem
+def digests(report: dict[str, Any]) -> dict[str, str]:
+    """The digests of a report, by case."""
+    return {str(case): str(digest) for case, digest in report["bits"].items()}
 
 
 def held_cases(order: Order, against: Path | None) -> str:
@@ -214,6 +208,6 @@ def body(report: Report, order: Order) -> dict[str, Any]:
         "claims": counted + limits.claims(report.limits),
         "device": open_device(order.device).title, "seed": order.seed, "summary": report.line,
         "cases": [asdict(v) for v in report.verdicts], "controls": [asdict(p) for p in report.planted],
-        "bits": {key(entries()[v.entry], v.case, order.seed): v.digest for v in report.verdicts},
+        "bits": {key(entry_named(v.entry), v.case, order.seed): v.digest for v in report.verdicts},
         "limits": limits.body(report.limits),
     }  # fmt: skip

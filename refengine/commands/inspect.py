@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from kernels_numba.machine.compiler import Capability, architecture
 from kernels_numba.machine.modes import Noted
 from kernels_numba.machine.records import ARCHITECTURES, Record, ptx_text, records, sass_text
 from refengine.commands.names import known_name
-from refengine.commands.report import check_report, progress_bar, show, write_report
+from refengine.commands.report import check_report, progress_bar, read_report, show, write_report
 from refengine.errors import UserError
 from refengine.registry import load_model
 from refengine.verify.launches import arguments, launches
@@ -55,7 +54,7 @@ def run(request: Request, json: Path | None) -> int:
     """Compile and show; the exit status: 0, or 1 where --against finds changes. Raises UserError, KernelError."""
     check_report(json)
     targets = architectures(request.sm)
-    before = None if request.against is None else recorded_hashes(request.against)
+    before = None if request.against is None else read_report(request.against, "inspect", code_hashes)
     known_name("--backend", request.backend, backend_names())
     chosen = of_kernel(launches(load_model(request.model), backend_class(request.backend)), request.kernel)
     check_compiler()
@@ -92,15 +91,9 @@ def check_compiler() -> None:
         raise UserError("inspect: needs numba-cuda; on Linux x86-64: pip install 'numba-cuda[cu13]' nvidia-cuda-nvcc")
 
 
-def recorded_hashes(path: Path) -> dict[str, str]:
-    """Code hashes of an earlier report. Raises UserError for a file that is none."""
-    try:
-        report = json_module.loads(path.read_text())
-        return {kernel["key"]: kernel["code_hash"] for kernel in report["kernels"]}
-    except OSError as problem:
-        raise UserError(f"--against {path}: {problem.strerror}; name a file of inspect --json") from problem
-    except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"--against {path}: is no report of inspect; make one with inspect --json") from problem
+def code_hashes(report: dict[str, Any]) -> dict[str, str]:
+    """The code hashes of a report, by launch and architecture."""
+    return {kernel["key"]: kernel["code_hash"] for kernel in report["kernels"]}
 
 
 # --- Compiling ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,6 +26,7 @@ from refengine.contract.limits import (
     uncached,
 )
 from refengine.contract.runner import spread
+from refengine.cores import usable_cores
 
 
 def fits(kernels: Sequence[str], recorded: Records) -> Limits:
@@ -47,14 +47,9 @@ def compiled(kernels: Sequence[str]) -> Measured:
     cold = uncached(found)
     with progress_bar() as bar:
         tick = partial(bar.advance, bar.add_task("limits", total=len(cold) + len(found)))
-        for _ in spread(make_ptx, cold, cores()):
+        for _ in spread(make_ptx, cold, usable_cores()):
             tick()
         return measure(found, tick)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def record(kernels: Sequence[str], recorded: Records, json: Path | None) -> int:

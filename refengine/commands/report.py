@@ -8,9 +8,10 @@ import platform
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +20,7 @@ from rich.table import Table
 from refengine import __version__
 from refengine.errors import UserError
 
+T = TypeVar("T")
 PACKAGES = ("numba", "numba-cuda", "numpy", "ml_dtypes", "cupy-cuda13x", "safetensors")
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
@@ -83,6 +85,16 @@ def write_report(path: Path, body: dict[str, Any]) -> None:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         raise unwritable(path, problem) from problem
+
+
+def read_report(path: Path, command: str, part: Callable[[Any], T]) -> T:
+    """What ``part`` takes of an earlier report of a command, given with --against. Raises UserError for a file that is none."""
+    try:
+        return part(json.loads(path.read_text()))
+    except OSError as problem:
+        raise UserError(f"--against {path}: {problem.strerror}; name a file of {command} --json") from problem
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise UserError(f"--against {path}: is no report of {command}; make one with {command} --json") from problem
 
 
 def unwritable(path: Path, problem: OSError) -> UserError:

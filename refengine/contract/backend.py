@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 from backends.base import DECODE, PROMPT, Backend, Norms, Sizes, Stream, backend_class
 from kernels_numba.rope_store import rope_table
 from kernels_numba.streams import BASE, PTOK, TABLE
-from refengine.contract.attention import Geometry, length_for
+from refengine.contract.attention import length_for
 from refengine.contract.entries.layout import THREADS, locate_kernel
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs
-from refengine.contract.gates import EXACT, REPEATS, this_device
+from refengine.contract.gates import EXACT, REPEATS, launched, this_device
 from refengine.contract.workbench import NAN, Array, Poison, Workbench, drawn, drawn_bf16
 from refengine.device import Device
 from refengine.verify import bounds
@@ -28,7 +28,7 @@ from refengine.verify.attention_bits import EPS, ROPE_DIMS, THETA, Heads
 from refengine.verify.attention_oracle import attend
 
 PREFIX = "backend "
-SMALL, REAL = Geometry(6, 1), Geometry(24, 4)
+SMALL, REAL = Heads(6, 1), Heads(24, 4)
 SPARE_PAGES, SHUFFLE = 3, 7
 Fault = Callable[[Backend, list[Stream]], None]
 
@@ -37,14 +37,10 @@ Fault = Callable[[Backend, list[Stream]], None]
 class BackendCase:
     """A pass of (rows, committed) streams on a backend with pages of ``ptok``."""
 
-    geometry: Geometry
+    geometry: Heads
     phase: str
     ptok: int
     streams: tuple[tuple[int, int], ...]
-
-    @property
-    def heads(self) -> Heads:
-        return Heads(self.geometry.heads, self.geometry.kv_heads, self.geometry.D)
 
     @property
     def sizes(self) -> Sizes:
@@ -83,7 +79,7 @@ class BackendEntry(Entry):
     def controls(self) -> Sequence[Control]:
         out = [
             Control("a stored row changed by one bf16 step", EXACT, planting(change_row)),
-            Control("a stored row changed in the last run", REPEATS, planting(change_row)),
+            Control("a stored row changed after the first run", REPEATS, planting(change_row)),
         ]
         if self.backend.paged:
             out.append(Control("two entries of a page table exchanged", EXACT, planting(exchange_entries)))
@@ -91,12 +87,12 @@ class BackendEntry(Entry):
 
     def inputs(self, case: BackendCase, poison: Poison, seed: int) -> Inputs:
         length = length_for(case.sizes.context)
-        rows = [projected(case.heads, seed, n, length) for n in range(len(case.streams))]
+        rows = [projected(case.geometry, seed, n, length) for n in range(len(case.streams))]
         return {"backend": self.backend, "rows": rows, "poison": poison, "seed": seed, "plant": None}
 
     def launch(self, case: BackendCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         device = bench.device
-        backend = inputs["backend"](case.heads.shape, case.sizes, device.xp)
+        backend = inputs["backend"](case.geometry.shape, case.sizes, device.xp)
         backend.arena.words[:] = np.uint32(inputs["poison"].word)
         streams = [backend.open(rows + committed) for rows, committed in case.streams]
         commit(case, inputs, backend, streams, device)
@@ -128,7 +124,7 @@ class BackendEntry(Entry):
             visible = np.arange(committed + rows) <= committed + np.arange(rows)[:, None]
             found = attend(window["q"][here], k, v, visible, float(case.geometry.scale))
             bound = bounds.prompt_attention if case.phase == PROMPT else bounds.decode_attention
-            value[here], limit[here] = found.out, bound(found, case.geometry.D)
+            value[here], limit[here] = found.out, bound(found, case.geometry.head_dim)
             row, position = row + rows, position + committed + rows
         return {"out": (value, limit)}
 
@@ -138,18 +134,17 @@ class BackendEntry(Entry):
         yield "the window backend", on_window(case, inputs["seed"])
 
 
-@cache
+@lru_cache(16)
 def on_window(case: BackendCase, seed: int) -> Outputs:
     """What the window backend makes of a case, on the CPU machine."""
-    entry, bench = BackendEntry("window"), Workbench(this_device("cpu"), NAN)
-    entry.launch(case, entry.inputs(case, NAN, seed), bench, {})
-    return bench.finish()[0]
+    entry = BackendEntry("window")
+    return launched(entry, case, entry.inputs(case, NAN, seed), Workbench(this_device("cpu"), NAN))[0]
 
 
 # --- The parts of a run -----------------------------------------------------------------------------------------------
 
 
-@cache
+@lru_cache(16)
 def projected(heads: Heads, seed: int, stream: int, length: int) -> Array:
     """bf16 [positions, columns]: the projections of a stream's positions."""
     return drawn_bf16((seed, heads.head_dim, stream, 3), length, heads.columns)
@@ -157,7 +152,7 @@ def projected(heads: Heads, seed: int, stream: int, length: int) -> Array:
 
 def norms_and_rope(case: BackendCase, device: Device) -> tuple[Norms, Any]:
     """Gains of the q and k norms, and the rotary table of the case's positions."""
-    gains = 1 + drawn((case.geometry.D,), 2, case.geometry.D, scale=0.25)
+    gains = 1 + drawn((case.geometry.head_dim,), 2, case.geometry.head_dim, scale=0.25)
     norms = Norms(device.put(gains[0].astype(np.float32)), device.put(gains[1].astype(np.float32)), EPS)
     return norms, device.put(rope_table(case.sizes.context, ROPE_DIMS, THETA))
 

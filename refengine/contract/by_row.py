@@ -42,7 +42,7 @@ class ByRow(Entry):
     def controls(self) -> Sequence[Control]:
         return [
             Control("one element changed by one step", EXACT, lambda inputs: self.change(inputs)),
-            Control("one element changed in the last run", REPEATS, lambda inputs: self.change(inputs)),
+            Control("one element changed after the first run", REPEATS, lambda inputs: self.change(inputs)),
         ]
 
     def change(self, inputs: Inputs) -> None:

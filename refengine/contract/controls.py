@@ -124,8 +124,8 @@ def module_from(source: str, origin: str) -> ModuleType:
 def plant_control(entry: Entry, control: Control, trial: Trial) -> Planted:
     """Run the control cases with a fault in the inputs, until its gate finds it. Records are left out: they would find any."""
     clean = replace(trial, recorded={})
-    last_run_only = control.gate == REPEATS
-    planted = replace(clean, drift=control.plant) if last_run_only else replace(clean, plant=control.plant)
+    drifts = control.gate == REPEATS
+    planted = replace(clean, drift=control.plant) if drifts else replace(clean, plant=control.plant)
     return judged(entry, control.name, (control.gate,), "", planted)
 
 

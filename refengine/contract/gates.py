@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from kernels_numba.machine import KernelError, checked
-from refengine.contract.entry import Bounds, Entry, Modules, Outputs, Plant, product_modules
+from refengine.contract.entry import Bounds, Entry, Inputs, Modules, Outputs, Plant, product_modules
 from refengine.contract.workbench import NAN, POISONS, Array, Poison, Workbench, bits
 from refengine.device import Device, open_device
 from refengine.verify.bounds import worst_fraction
 
+Run = tuple[Outputs, list[str]]
+"""Outputs, and what was touched that may not be."""
 BOUND, EXACT, REPEATS, GUARDS = GATES = ("bound", "exact", "repeats", "guards")
 
 
@@ -48,8 +50,8 @@ class Verdict:
 class Trial:
     """Everything a case is judged with.
 
-    modules: the code on trial. plant: a fault for the inputs of the runs. drift: a fault for the inputs of the last run
-    only. recorded: digest of each case's outputs on another machine, by ``key``. watched: also run once in checked mode.
+    modules: the code on trial. plant: a fault for the inputs of every run. drift: one for every run but the first.
+    recorded: digest of each case's outputs on another machine, by ``key``. watched: also run once in checked mode.
     """
 
     device: Device
@@ -70,18 +72,18 @@ def judge(entry: Entry, case: Any, trial: Trial) -> Verdict:
     """Run a case and put it through gates 1 to 4."""
     verdict, started = Verdict(entry.name, str(case)), time.perf_counter()
     try:
-        runs = [run(entry, case, trial, poison) for poison in POISONS]
+        runs = [run(entry, case, trial, poison, again=poison is not NAN) for poison in POISONS]
         if trial.watched and trial.device.name == "cpu":
             with checked():
                 run(entry, case, trial, NAN)
     except KernelError as problem:
         verdict.problems[GUARDS] = str(problem)
     else:
-        outputs = [found for found, _ in runs]
-        verdict.digest = digest(outputs[0])
+        (outputs, _), clean = runs[0], entry.inputs(case, NAN, trial.seed)
+        verdict.digest = digest(outputs)
         gates = (
-            gate_bound(verdict, outputs[0], entry.exact(case, entry.inputs(case, NAN, trial.seed))),
-            gate_exact(entry, case, trial, verdict, outputs[0]),
+            gate_bound(verdict, outputs, entry.exact(case, clean)),
+            gate_exact(entry, case, clean, trial, verdict, outputs),
             *gates_repeats_and_guards(entry, case, trial, runs),
         )
         verdict.problems.update((gate, problem) for gate, problem in zip(GATES, gates, strict=True) if problem)
@@ -89,15 +91,19 @@ def judge(entry: Entry, case: Any, trial: Trial) -> Verdict:
     return verdict
 
 
-def run(entry: Entry, case: Any, trial: Trial, poison: Poison) -> tuple[Outputs, list[str]]:
-    """One run with fresh buffers: (outputs, what it touched that it may not)."""
+def run(entry: Entry, case: Any, trial: Trial, poison: Poison, again: bool = False) -> Run:
+    """One run of a trial with fresh buffers. again: not the first."""
     inputs = entry.inputs(case, poison, trial.seed)
     if trial.plant is not None:
         trial.plant(inputs)
-    if trial.drift is not None and poison is POISONS[-1]:
+    if trial.drift is not None and again:
         trial.drift(inputs)
-    bench = Workbench(trial.device, poison)
-    entry.launch(case, inputs, bench, trial.modules or product_modules(entry))
+    return launched(entry, case, inputs, Workbench(trial.device, poison), trial.modules)
+
+
+def launched(entry: Entry, case: Any, inputs: Inputs, bench: Workbench, modules: Modules | None = None) -> Run:
+    """A launch on a bench, of the product's modules or of others."""
+    entry.launch(case, inputs, bench, modules or product_modules(entry))
     outputs, problems = bench.finish()
     return entry.view(inputs, outputs), problems
 
@@ -119,15 +125,11 @@ def gate_bound(verdict: Verdict, outputs: Outputs, exact: Bounds) -> str | None:
 # --- Gate 2 -----------------------------------------------------------------------------------------------------------
 
 
-def gate_exact(entry: Entry, case: Any, trial: Trial, verdict: Verdict, outputs: Outputs) -> str | None:
-    """The bits of every twin, and of the record."""
-    inputs = entry.inputs(case, NAN, trial.seed)
-    clean = Trial(trial.device, seed=trial.seed)
+def gate_exact(entry: Entry, case: Any, inputs: Inputs, trial: Trial, verdict: Verdict, outputs: Outputs) -> str | None:
+    """The bits of every twin, on clean modules, and of the record. inputs: without a planted fault."""
 
-    def twin(other: Any, own: dict[str, Any]) -> Outputs:
-        bench = Workbench(clean.device, NAN)
-        entry.launch(other, own, bench, product_modules(entry))
-        return entry.view(own, bench.finish()[0])
+    def twin(other: Any, own: Inputs) -> Outputs:
+        return launched(entry, other, own, Workbench(trial.device, NAN))[0]
 
     for what, wanted in entry.twins(case, inputs, twin):
         for name, array in wanted.items():
@@ -163,9 +165,7 @@ def digest(outputs: Outputs) -> str:
 # --- Gates 3 and 4 ----------------------------------------------------------------------------------------------------
 
 
-def gates_repeats_and_guards(
-    entry: Entry, case: Any, trial: Trial, runs: list[tuple[Outputs, list[str]]]
-) -> tuple[str | None, str | None]:
+def gates_repeats_and_guards(entry: Entry, case: Any, trial: Trial, runs: list[Run]) -> tuple[str | None, str | None]:
     """Three runs, three poisons: equal bits prove both that they repeat and that no poison was read.
 
     Where they differ, the first run is repeated with its own poison: if it too differs, the kernel does not repeat.
@@ -177,7 +177,7 @@ def gates_repeats_and_guards(
             problem = difference(entry, case, name, array, first[name])
             if problem is None:
                 continue
-            if trial.drift is not None or not repeats(entry, case, trial, first):
+            if not repeats(entry, case, trial, first):
                 return f"another run differs: {problem}", touched
             return None, touched or f"reads what nobody wrote: with {poison.name} there {problem}"
     return None, touched
@@ -185,8 +185,8 @@ def gates_repeats_and_guards(
 
 def repeats(entry: Entry, case: Any, trial: Trial, before: Outputs) -> bool:
     """Whether a run with the same poison gives the same bits."""
-    again, _ = run(entry, case, trial, NAN)
-    return digest(again) == digest(before)
+    outputs, _ = run(entry, case, trial, NAN, again=True)
+    return digest(outputs) == digest(before)
 
 
 @cache

@@ -8,7 +8,6 @@ past the hardware's limit, a launch that does not compile, and a launch without 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from kernels_numba.machine.modes import Noted
 from kernels_numba.machine.records import ARCHITECTURES, PTX_TARGET, compiler_version, ptx_text
 from kernels_numba.machine.records import records as compiled
 from refengine.contract.limit_records import Figures, KernelRecord, Launch, Records
+from refengine.cores import usable_cores
 from refengine.verify.launches import LaunchName, engine_launches
 
 KIB = 1024
@@ -80,7 +80,7 @@ def measure(found: Mapping[LaunchName, Noted], tick: Callable[[], None] = lambda
     Raises SetupError when a compiler is missing.
     """
     out = Measured(compiler_version())
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = ThreadPoolExecutor(usable_cores())
     try:
         jobs = {name: started(pool, name, one, out.problems) for name, one in found.items()}
         for name, parts in jobs.items():

@@ -5,12 +5,13 @@ Processes are forked, so they share the model's weights and everything else that
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any, TypeVar
+
+from refengine.cores import usable_cores
 
 Result = TypeVar("Result")
 Tick = Callable[[], None]
@@ -24,7 +25,7 @@ _ticks: Any = None
 
 def cores() -> int:
     """Cores this process may use; 1 where processes cannot be forked safely."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    return usable_cores() if sys.platform == "linux" else 1
 
 
 def run_all(jobs: Sequence[Job], ticked: Callable[[int], None], workers: int) -> list[Result]:

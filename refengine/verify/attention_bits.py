@@ -28,6 +28,11 @@ class Heads:
     head_dim: int = 256
 
     @property
+    def scale(self) -> np.float32:
+        """The factor of a score."""
+        return np.float32(self.head_dim**-0.5)
+
+    @property
     def columns(self) -> int:
         """Columns of a projected row: queries and gates, keys, values."""
         return 2 * (self.heads + self.kv_heads) * self.head_dim
@@ -36,6 +41,9 @@ class Heads:
     def shape(self) -> CacheShape:
         """A model of one attention layer."""
         return CacheShape((0,), (), self.heads, self.kv_heads, self.head_dim, 0, 0, 0, 0, 0)
+
+    def __str__(self) -> str:
+        return f"H={self.heads}/{self.kv_heads} D={self.head_dim}"
 
 
 @dataclass(frozen=True)

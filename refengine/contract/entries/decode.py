@@ -19,10 +19,10 @@ from kernels_numba import streams as columns
 from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, MIN_GROUPED, DecodePlan, plan_decode
 from refengine.contract.attention import (
     COMMITTED,
+    FORMS,
     GROUPS,
     PAGE_SIZES,
     AttentionCase,
-    Geometry,
     attention_controls,
     case_data,
     laid_out,
@@ -34,14 +34,14 @@ from refengine.contract.gates import EXACT
 from refengine.contract.windows import path_of, path_table, spared
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench
 from refengine.verify import bounds
+from refengine.verify.attention_bits import Heads
 from refengine.verify.attention_oracle import attend
 
 DECODE, LAYOUT = "kernels_numba.decode_attention", "backends.layout"
-FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256))
 WINDOWS = (1, 2, 15, 16, 63, 64, 65, 127, 128)
 CHUNK_EDGES = (511, 512, 513)
 GROUP_KEYS = GROUP_CHUNKS * CHUNK
-REAL, SMALL = Geometry(24, 4), Geometry(6, 1, 64)
+REAL, SMALL = Heads(24, 4), Heads(6, 1, 64)
 IN_PROGRAMS, IN_MERGE = 0, 10**9
 """min_grouped that has every whole group folded by a program of decode_rows, or by decode_merge."""
 
@@ -148,7 +148,7 @@ class DecodeAttention(Entry):
             if len(chosen):
                 found = attend(q[committed + chosen], k[:keys], v[:keys], visible, float(case.geometry.scale))
                 value[first + chosen] = found.out
-                limit[first + chosen] = bounds.decode_attention(found, case.geometry.D)
+                limit[first + chosen] = bounds.decode_attention(found, case.geometry.head_dim)
         return {"out": (value, limit)}
 
     def twins(
@@ -174,7 +174,7 @@ def assembled(case: DecodeCase, laid: Cache, paths: list[list[int]], poison: Poi
     rows = np.repeat(np.arange(len(laid.streams), dtype=np.int32), laid.streams[:, columns.ROWS])
     geometry = case.geometry
     depths = np.array([len(path) for path in paths], np.int32)
-    plan = plan_decode(laid.streams, geometry.heads, geometry.kv_heads, geometry.D, case.min_grouped)
+    plan = plan_decode(laid.streams, geometry.heads, geometry.kv_heads, geometry.head_dim, case.min_grouped)
     return {
         "q": q, "k_record": spared(k, poison), "v_record": spared(v, poison), "cache": laid, "rows": rows,
         "paths": path_table(paths, laid.streams[rows, columns.FIRST]), "depths": depths, "seed": seed,
@@ -262,7 +262,7 @@ def stale_groups(inputs: Inputs) -> None:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def one(geometry: Geometry, form: tuple[str, int], rows: int, committed: int, **how: Any) -> DecodeCase:
+def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int, **how: Any) -> DecodeCase:
     return DecodeCase(geometry, *form, ((rows, committed),), **how)
 
 
@@ -272,12 +272,12 @@ def control_table() -> Iterator[DecodeCase]:
     differs in the last bit of float32 shows in bf16; a page id past 16 bits.
     """
     yield one(SMALL, ("paged", 48), 3, 575)
-    yield one(Geometry(12, 1, 64), ("paged", 16), 7, 505, shape=TREE)
+    yield one(Heads(12, 1, 64), ("paged", 16), 7, 505, shape=TREE)
     streams = ((5, 2561), (9, 2044), (1, 0))
-    yield DecodeCase(Geometry(4, 2, 64), "paged", 48, streams, min_grouped=IN_MERGE)
-    yield DecodeCase(Geometry(4, 2, 64), "paged", 48, streams, shape=BARE, min_grouped=IN_PROGRAMS)
-    yield one(Geometry(12, 1, 64), ("paged", 48), 128, 2600, min_grouped=IN_MERGE)
-    yield DecodeCase(Geometry(1, 1, 64), "paged", 1, ((2, 70),), first_page=65_530)
+    yield DecodeCase(Heads(4, 2, 64), "paged", 48, streams, min_grouped=IN_MERGE)
+    yield DecodeCase(Heads(4, 2, 64), "paged", 48, streams, shape=BARE, min_grouped=IN_PROGRAMS)
+    yield one(Heads(12, 1, 64), ("paged", 48), 128, 2600, min_grouped=IN_MERGE)
+    yield DecodeCase(Heads(1, 1, 64), "paged", 1, ((2, 70),), first_page=65_530)
 
 
 def full_table() -> Iterator[DecodeCase]:
@@ -287,7 +287,7 @@ def full_table() -> Iterator[DecodeCase]:
     for size, (w, p) in product(PAGE_SIZES, ((15, 48), (65, 255), (127, 2048), (3, 9000))):
         yield one(REAL, ("paged", size), w, p)
     for group, D, form, (w, p) in product(GROUPS, (64, 128, 256), FORMS, ((15, 48), (64, 513), (3, 2047))):
-        yield one(Geometry(2 * group, 2, D), form, w, p)
+        yield one(Heads(2 * group, 2, D), form, w, p)
     for shape, form, w, p in product((TREE, BARE), FORMS, (1, 16, 128), (0, 62, 500, 2048)):
         yield one(REAL, form, w, p, shape=shape)
     yield from several_streams(REAL)
@@ -304,15 +304,15 @@ def small_table() -> Iterator[DecodeCase]:
         yield one(SMALL, FORMS[n % 3], w, p)
     yield from (one(SMALL, ("paged", size), 5, 1100 if size == 544 else 130) for size in PAGE_SIZES)
     for n, (group, D) in enumerate(product(GROUPS, (64, 128, 256))):
-        yield one(Geometry(group, 1, D), FORMS[n % 3], 3, 575)
+        yield one(Heads(group, 1, D), FORMS[n % 3], 3, 575)
     for n, (shape, p) in enumerate(product((TREE, BARE), (0, 62, 500))):
         yield one(SMALL, FORMS[n % 3], 16, p, shape=shape)
     yield one(REAL, ("paged", 48), 3, 511)
-    yield from several_streams(Geometry(6, 2, 64))
+    yield from several_streams(Heads(6, 2, 64))
     yield from control_table()
 
 
-def several_streams(geometry: Geometry) -> Iterator[DecodeCase]:
+def several_streams(geometry: Heads) -> Iterator[DecodeCase]:
     """Streams of one launch, one of them without rows, one at its start; whole groups in some and not in others."""
     for form in FORMS:
         yield DecodeCase(geometry, *form, ((2, 513), (16, 64)))

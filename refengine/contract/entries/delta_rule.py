@@ -125,7 +125,7 @@ class DeltaRule(Entry):
             Control("an element of a state changed by one step", EXACT, step_of_state),
             Control("a stream with another's slot", EXACT, swap_slots),
             Control("a row too few", EXACT, row_too_few),
-            Control("an element of k changed in the last run", REPEATS, step_of_key),
+            Control("an element of k changed after the first run", REPEATS, step_of_key),
         ]
 
 

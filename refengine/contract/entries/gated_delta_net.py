@@ -56,7 +56,7 @@ class OverStreams(Entry):
             Control("one element changed by a bf16 step", EXACT, step_of_row),
             Control("a history that is one row off", EXACT, roll_history),
             Control("a stream with another's slot", EXACT, swap_slots),
-            Control("one element changed in the last run", REPEATS, step_of_row),
+            Control("one element changed after the first run", REPEATS, step_of_row),
         ]
 
 

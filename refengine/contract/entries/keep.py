@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from kernels_numba import streams as columns
-from refengine.contract.attention import PAGE_SIZES, AttentionCase, Geometry, case_data, laid_out
+from refengine.contract.attention import FORMS, PAGE_SIZES, AttentionCase, case_data, laid_out
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.stored import empty, gathered, on_bench, page_and_slot, places
 from refengine.contract.windows import path_of, path_table, spared
 from refengine.contract.workbench import NAN, Array, Poison, Workbench, bits
 from refengine.verify import oracles
+from refengine.verify.attention_bits import Heads
 
 KEEP, LAYOUT = "kernels_numba.keep", "backends.layout"
-FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256))
-REAL, SMALL, WIDE = Geometry(24, 4), Geometry(4, 2, 64), Geometry(9, 9)
+REAL, SMALL, WIDE = Heads(24, 4), Heads(4, 2, 64), Heads(9, 9)
 """WIDE: a row is more than a block copies at once, and no multiple of it."""
 
 
@@ -76,7 +76,7 @@ class Keep(Entry):
             Control("a stale length", EXACT, stale_length),
             Control("the path of another row", EXACT, other_path),
             Control("one row too few kept", EXACT, fewer),
-            Control("a K row of the record changed in the last run", REPEATS, lambda i: step(i["k_record"])),
+            Control("a K row of the record changed after the first run", REPEATS, lambda i: step(i["k_record"])),
         ]
 
     def inputs(self, case: KeepCase, poison: Poison, seed: int) -> Inputs:
@@ -147,7 +147,7 @@ def fewer(inputs: Inputs) -> None:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def one(geometry: Geometry, form: tuple[str, int], rows: int, committed: int, kept: int, **how: Any) -> KeepCase:
+def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int, kept: int, **how: Any) -> KeepCase:
     return KeepCase(geometry, *form, ((rows, committed),), kept=(kept,), **how)
 
 
@@ -156,7 +156,7 @@ def control_table() -> Iterator[KeepCase]:
     yield KeepCase(SMALL, "paged", 16, ((7, 13), (5, 40)), kept=(7, 3))
     yield KeepCase(SMALL, "paged", 16, ((7, 13), (16, 40)), kept=(3, 5), tree=True)
     yield one(WIDE, ("paged_p256", 256), 3, 255, 2)
-    yield one(Geometry(1, 1, 64), ("paged", 1), 3, 2, 2, first_page=65_530)
+    yield one(Heads(1, 1, 64), ("paged", 1), 3, 2, 2, first_page=65_530)
 
 
 def full_table() -> Iterator[KeepCase]:
@@ -175,7 +175,7 @@ def small_table() -> Iterator[KeepCase]:
     for n, (rows, committed, kept) in enumerate(((1, 0, 1), (16, 48, 9), (128, 255, 128), (65, 500, 1), (5, 2047, 4))):
         yield one(SMALL, FORMS[n % 3], rows, committed, kept)
     yield from (one(SMALL, ("paged", size), 19, 40, 17) for size in PAGE_SIZES)
-    yield from (one(Geometry(4, 1, D), form, 6, 44, 5) for D, form in product((64, 128, 256), FORMS))
+    yield from (one(Heads(4, 1, D), form, 6, 44, 5) for D, form in product((64, 128, 256), FORMS))
     yield one(REAL, ("paged", 48), 3, 46, 3)
     for form in FORMS:
         yield KeepCase(SMALL, *form, ((5, 46), (4, 0), (0, 9), (3, 255)), kept=(5, 0, 0, 2))

@@ -95,7 +95,7 @@ class Locate(Entry):
     def controls(self) -> Sequence[Control]:
         return [
             Control("a page table whose first entry names a later page", EXACT, swap_first_pages),
-            Control("a page table changed in the last run", REPEATS, swap_first_pages),
+            Control("a page table changed after the first run", REPEATS, swap_first_pages),
         ]
 
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from refengine.contract.attention import (
     COMMITTED,
+    FORMS,
     GROUPS,
     PAGE_SIZES,
     ROWS,
     AttentionCase,
-    Geometry,
     attention_controls,
     case_data,
     laid_out,
@@ -24,13 +24,13 @@ from refengine.contract.attention import (
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench
 from refengine.verify import bounds
+from refengine.verify.attention_bits import Heads
 from refengine.verify.attention_oracle import attend
 
 PROMPT, LAYOUT = "kernels_numba.prompt_attention", "backends.layout"
-FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256))
-FAR_PAGES = AttentionCase(Geometry(1, 1, 64), "paged", 1, ((5, 70),), first_page=65_530)
+FAR_PAGES = AttentionCase(Heads(1, 1, 64), "paged", 1, ((5, 70),), first_page=65_530)
 """Page ids on both sides of 2^16."""
-REAL, SMALL = Geometry(24, 4), Geometry(12, 2)
+REAL, SMALL = Heads(24, 4), Heads(12, 2)
 
 
 @contract
@@ -47,9 +47,9 @@ class PromptAttention(Entry):
 
     def control_cases(self) -> Sequence[AttentionCase]:
         return [
-            AttentionCase(Geometry(6, 1), "paged", 48, ((17, 48),)),
-            AttentionCase(Geometry(4, 1), "paged", 16, ((70, 130),)),
-            AttentionCase(Geometry(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
+            AttentionCase(Heads(6, 1), "paged", 48, ((17, 48),)),
+            AttentionCase(Heads(4, 1), "paged", 16, ((70, 130),)),
+            AttentionCase(Heads(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
             FAR_PAGES,
             AttentionCase(SMALL, "paged", 48, ((257, 300),)),
         ]
@@ -69,7 +69,7 @@ class PromptAttention(Entry):
 
     def launch(self, case: AttentionCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         module, laid = modules[PROMPT], inputs["cache"]
-        heads, kv_heads, D = case.geometry.heads, case.geometry.kv_heads, case.geometry.D
+        heads, kv_heads, D = case.geometry.heads, case.geometry.kv_heads, case.geometry.head_dim
         layout = modules[LAYOUT].LAYOUTS[case.layout]
         out, q = bench.output("out", inputs["q"].shape, BF16), bench.input("q", inputs["q"])
         place = [bench.input(n, getattr(laid, n)) for n in ("arena", "pages", "streams")]
@@ -92,7 +92,7 @@ class PromptAttention(Entry):
                 visible = np.arange(keys) <= positions[:, None]
                 found = attend(q[positions], k[:keys], v[:keys], visible, float(inputs["scale"]))
                 value[first + chosen] = found.out
-                limit[first + chosen] = bounds.prompt_attention(found, case.geometry.D)
+                limit[first + chosen] = bounds.prompt_attention(found, case.geometry.head_dim)
         return {"out": (value, limit)}
 
     def twins(
@@ -114,7 +114,7 @@ class PromptAttention(Entry):
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def one(geometry: Geometry, form: tuple[str, int], rows: int, committed: int) -> AttentionCase:
+def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int) -> AttentionCase:
     return AttentionCase(geometry, *form, ((rows, committed),))
 
 
@@ -124,7 +124,7 @@ def full_table() -> Iterator[AttentionCase]:
     for size, (w, p) in product(PAGE_SIZES, ((17, 48), (65, 255), (129, 2048), (257, 9000))):
         yield one(REAL, ("paged", size), w, p)
     for group, D, form, (w, p) in product(GROUPS, (64, 128, 256), FORMS, ((17, 48), (129, 257), (65, 2047))):
-        yield one(Geometry(2 * group, 2, D), form, w, p)
+        yield one(Heads(2 * group, 2, D), form, w, p)
     yield from several_streams(REAL)
     yield from small_table()
 
@@ -145,16 +145,16 @@ def small_table() -> Iterator[AttentionCase]:
         (257, 255),
     )
     for n, (w, p) in enumerate(some):
-        yield one(Geometry(6, 1), FORMS[n % 3], w, p)
-    yield from (one(Geometry(6, 1), ("paged", size), 17, 2048 if size == 544 else 130) for size in PAGE_SIZES)
+        yield one(Heads(6, 1), FORMS[n % 3], w, p)
+    yield from (one(Heads(6, 1), ("paged", size), 17, 2048 if size == 544 else 130) for size in PAGE_SIZES)
     for n, (group, D) in enumerate(product(GROUPS, (64, 128, 256))):
-        yield one(Geometry(group, 1, D), FORMS[n % 3], 33, 96)
+        yield one(Heads(group, 1, D), FORMS[n % 3], 33, 96)
     yield one(REAL, ("paged", 48), 20, 300)
     yield FAR_PAGES
     yield from several_streams(SMALL)
 
 
-def several_streams(geometry: Geometry) -> Iterator[AttentionCase]:
+def several_streams(geometry: Heads) -> Iterator[AttentionCase]:
     """Streams of one launch, one of them without rows, one at its start."""
     for form in FORMS:
         yield AttentionCase(geometry, *form, ((9, 50), (33, 7)))

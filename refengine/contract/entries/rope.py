@@ -14,21 +14,23 @@ from typing import Any
 import numpy as np
 
 from kernels_numba import streams as columns
-from refengine.contract.attention import COMMITTED, PAGE_SIZES, AttentionCase, Geometry, laid_out
+from refengine.contract.attention import COMMITTED, PAGE_SIZES, AttentionCase, laid_out
+from refengine.contract.attention import FORMS as CACHE_FORMS
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.stored import empty, gathered, on_bench, page_and_slot, places
 from refengine.contract.windows import path_of
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench, bits, drawn, drawn_bf16
 from refengine.verify import oracles
+from refengine.verify.attention_bits import Heads
 
 ROPE, LAYOUT = "kernels_numba.rope_store", "backends.layout"
 RECORD = ("record", 0)
 """The form that is no cache: the window record of a decode launch."""
-FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256), RECORD)
+FORMS = (*CACHE_FORMS, RECORD)
 ROTARY = ((64, 16), (64, 64), (128, 32), (128, 128), (256, 64), (256, 256), (128, 8), (256, 16))
 """(D, rotary dims): a quarter, the whole, the fewest."""
-REAL, SMALL = Geometry(24, 4), Geometry(6, 2, 64)
+REAL, SMALL = Heads(24, 4), Heads(6, 2, 64)
 ROWS = (1, 16, 17, 33, 129)
 EPS = 1e-6
 PASS_ROWS = 7
@@ -86,15 +88,15 @@ class RopeStore(Entry):
             Control("a stale length", EXACT, stale_length),
             Control("a depth one too large", EXACT, deeper),
             Control("a row given to another stream", EXACT, other_stream),
-            Control("a value changed in the last run", REPEATS, step_value),
+            Control("a value changed after the first run", REPEATS, step_value),
         ]
 
     def inputs(self, case: RopeCase, poison: Poison, seed: int) -> Inputs:
         geometry, last = case.geometry, int(case.positions.max())
-        seeds = (seed, geometry.D, case.rope)
+        seeds = (seed, geometry.head_dim, case.rope)
         table = drawn((*seeds, 1), last + 1, 2, case.rope // 2, scale=0.5)
         spare = poison.filled(SPARE_POSITIONS * table[0].nbytes).view(np.float32).reshape(-1, *table.shape[1:])
-        q_gain, k_gain = (1 + drawn((*seeds, n), geometry.D, scale=0.3) for n in (2, 3))
+        q_gain, k_gain = (1 + drawn((*seeds, n), geometry.head_dim, scale=0.3) for n in (2, 3))
         return {
             **room(case, poison, seed), "qkv": projection(case, poison, seed), "q_gain": q_gain.astype(np.float32),
             "k_gain": k_gain.astype(np.float32), "cos_sin": np.concatenate([table, spare]), "seed": seed,
@@ -103,11 +105,11 @@ class RopeStore(Entry):
     def launch(self, case: RopeCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         module, laid, geometry = modules[ROPE], inputs["cache"], case.geometry
         rows = len(inputs["qkv"])
-        q = bench.output("q", (rows, geometry.heads, geometry.D), BF16)
+        q = bench.output("q", (rows, geometry.heads, geometry.head_dim), BF16)
         qkv, of_rows = bench.input("qkv", inputs["qkv"]), bench.input("rows", inputs["rows"])
         norms = [bench.input(name, inputs[name]) for name in ("q_gain", "k_gain", "cos_sin")]
         if case.layout == RECORD[0]:
-            k, v = (bench.output(name, (rows, geometry.kv_heads, geometry.D), BF16) for name in ("k", "v"))
+            k, v = (bench.output(name, (rows, geometry.kv_heads, geometry.head_dim), BF16) for name in ("k", "v"))
             streams, depths = bench.input("streams", laid.streams), bench.input("depths", inputs["depths"])
             module.rope_record(q, qkv, k, v, streams, of_rows, depths, *norms, EPS)
         else:
@@ -169,15 +171,15 @@ def projection(case: RopeCase, poison: Poison, seed: int) -> Array:
     """bf16 [W, (2·H + 2·HK)·D]: rows of the projection, with poison for the gates."""
     geometry = case.geometry
     heads = 2 * geometry.heads + 2 * geometry.kv_heads
-    qkv = drawn_bf16((seed, geometry.D, case.total, 4), case.total, heads, geometry.D, scale=3.0)
+    qkv = drawn_bf16((seed, geometry.head_dim, case.total, 4), case.total, heads, geometry.head_dim, scale=3.0)
     gates = qkv[:, 1 : 2 * geometry.heads : 2]
     gates[:] = poison.filled(gates.nbytes).view(BF16).reshape(gates.shape)
-    return qkv.reshape(case.total, heads * geometry.D)
+    return qkv.reshape(case.total, heads * geometry.head_dim)
 
 
-def parts(geometry: Geometry, qkv: Array) -> tuple[Array, Array, Array]:
+def parts(geometry: Heads, qkv: Array) -> tuple[Array, Array, Array]:
     """(query [W, H, D], key, value [W, HK, D]) of rows of the projection."""
-    blocks, edge = qkv.reshape(len(qkv), -1, geometry.D), 2 * geometry.heads
+    blocks, edge = qkv.reshape(len(qkv), -1, geometry.head_dim), 2 * geometry.heads
     return blocks[:, :edge:2], blocks[:, edge : edge + geometry.kv_heads], blocks[:, edge + geometry.kv_heads :]
 
 
@@ -219,7 +221,7 @@ def other_stream(inputs: Inputs) -> None:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def one(geometry: Geometry, form: tuple[str, int], rows: int, committed: int, **how: Any) -> RopeCase:
+def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int, **how: Any) -> RopeCase:
     return RopeCase(geometry, *form, ((rows, committed),), **how)
 
 
@@ -230,9 +232,9 @@ def control_table() -> Iterator[RopeCase]:
     yield RopeCase(SMALL, "paged", 16, ((9, 12), (3, 40)))
     yield RopeCase(SMALL, *RECORD, ((9, 12), (3, 40)))
     yield one(SMALL, RECORD, 7, 20, tree=True)
-    yield one(Geometry(5, 1), RECORD, 5, 44, rope=64)
+    yield one(Heads(5, 1), RECORD, 5, 44, rope=64)
     yield one(REAL, RECORD, 65, 100, rope=64)
-    yield one(Geometry(1, 1, 64), ("paged", 1), 3, 2, first_page=65_530)
+    yield one(Heads(1, 1, 64), ("paged", 1), 3, 2, first_page=65_530)
 
 
 def full_table() -> Iterator[RopeCase]:
@@ -240,9 +242,9 @@ def full_table() -> Iterator[RopeCase]:
     for rows, committed, form in product(ROWS, COMMITTED[:-1], FORMS):
         yield one(REAL, form, rows, committed, rope=64)
     for size, (rows, committed) in product(PAGE_SIZES, ((17, 48), (129, 255), (33, 9000))):
-        yield one(Geometry(6, 2), ("paged", size), rows, committed, rope=64)
+        yield one(Heads(6, 2), ("paged", size), rows, committed, rope=64)
     for (D, rope), form in product(ROTARY, FORMS):
-        yield one(Geometry(24, 4, D), form, 17, 250, rope=rope)
+        yield one(Heads(24, 4, D), form, 17, 250, rope=rope)
     yield from small_table()
 
 
@@ -251,8 +253,8 @@ def small_table() -> Iterator[RopeCase]:
     for n, (rows, committed) in enumerate(((1, 0), (17, 0), (33, 47), (40, 250), (65, 255), (129, 1), (9, 2047))):
         yield one(SMALL, FORMS[n % 4], rows, committed)
     for n, (D, rope) in enumerate(ROTARY):
-        yield one(Geometry(3, 1, D), FORMS[n % 4], 9, 44, rope=rope)
-        yield one(Geometry(4, 1, D), FORMS[(n + 1) % 4], 5, 255, rope=rope)
+        yield one(Heads(3, 1, D), FORMS[n % 4], 9, 44, rope=rope)
+        yield one(Heads(4, 1, D), FORMS[(n + 1) % 4], 5, 255, rope=rope)
     yield from (one(SMALL, ("paged", size), 19, 40) for size in PAGE_SIZES)
     yield one(REAL, ("paged", 48), 3, 46, rope=64)
     for form in FORMS:
