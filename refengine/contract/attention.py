@@ -11,7 +11,7 @@ import numpy as np
 from backends.layout import LAYOUTS
 from kernels_numba.streams import COMMITTED as COMMITTED_COLUMN
 from refengine.contract.caches import Cache, StreamRows, build_cache
-from refengine.contract.entry import Control, Inputs
+from refengine.contract.entry import Control, Entry, Inputs
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.workbench import Array, Poison, drawn_bf16
 from refengine.verify.attention_bits import Heads
@@ -65,6 +65,16 @@ class AttentionCase:
         rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
         far = f" pages from {self.first_page}" if self.first_page else ""
         return f"{self.geometry} {form} W={rows} p0={committed}{far}"
+
+
+class AttentionEntry(Entry):
+    """What an entry says of cases like these."""
+
+    def group(self, case: AttentionCase) -> str:
+        return case.group
+
+    def cost(self, case: AttentionCase) -> float:
+        return 1.0 + case.geometry.heads * case.scores / 1e6
 
 
 BLOCK = 1024

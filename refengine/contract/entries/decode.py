@@ -23,13 +23,14 @@ from refengine.contract.attention import (
     GROUPS,
     PAGE_SIZES,
     AttentionCase,
+    AttentionEntry,
     attention_controls,
     case_data,
     laid_out,
     sampled,
 )
 from refengine.contract.caches import Cache, StreamRows, build_cache
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT
 from refengine.contract.windows import path_of, path_table, spared
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench
@@ -81,7 +82,7 @@ class GuardedPlan(DecodePlan):
 
 
 @contract
-class DecodeAttention(Entry):
+class DecodeAttention(AttentionEntry):
     """The three kernels in one call."""
 
     name = "decode_attention"
@@ -95,16 +96,10 @@ class DecodeAttention(Entry):
     }
 
     def cases(self, full: bool) -> Sequence[DecodeCase]:
-        return list(dict.fromkeys(full_table() if full else small_table()))
+        return list(full_table() if full else small_table())
 
     def control_cases(self) -> Sequence[DecodeCase]:
         return list(control_table())
-
-    def group(self, case: DecodeCase) -> str:
-        return case.group
-
-    def cost(self, case: AttentionCase) -> float:
-        return 1.0 + case.geometry.heads * case.scores / 1e6
 
     def controls(self) -> Sequence[Control]:
         return [

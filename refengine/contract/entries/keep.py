@@ -61,7 +61,7 @@ class Keep(Entry):
     axes = {"k": ("kept row", "KV head", "dim"), "v": ("kept row", "KV head", "dim")}
 
     def cases(self, full: bool) -> Sequence[KeepCase]:
-        return list(dict.fromkeys(full_table() if full else small_table()))
+        return list(full_table() if full else small_table())
 
     def control_cases(self) -> Sequence[KeepCase]:
         return list(control_table())

@@ -15,13 +15,14 @@ from refengine.contract.attention import (
     PAGE_SIZES,
     ROWS,
     AttentionCase,
+    AttentionEntry,
     attention_controls,
     case_data,
     laid_out,
     queries,
     sampled,
 )
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench
 from refengine.verify import bounds
 from refengine.verify.attention_bits import Heads
@@ -34,7 +35,7 @@ REAL, SMALL = Heads(24, 4), Heads(12, 2)
 
 
 @contract
-class PromptAttention(Entry):
+class PromptAttention(AttentionEntry):
     """One launch a stream."""
 
     name = "prompt_attention"
@@ -43,7 +44,7 @@ class PromptAttention(Entry):
     axes = {"out": ("row", "head", "dim")}
 
     def cases(self, full: bool) -> Sequence[AttentionCase]:
-        return list(dict.fromkeys(full_table() if full else small_table()))
+        return list(full_table() if full else small_table())
 
     def control_cases(self) -> Sequence[AttentionCase]:
         return [
@@ -53,12 +54,6 @@ class PromptAttention(Entry):
             FAR_PAGES,
             AttentionCase(SMALL, "paged", 48, ((257, 300),)),
         ]
-
-    def group(self, case: AttentionCase) -> str:
-        return case.group
-
-    def cost(self, case: AttentionCase) -> float:
-        return 1.0 + case.geometry.heads * case.scores / 1e6
 
     def controls(self) -> Sequence[Control]:
         return attention_controls()

@@ -74,7 +74,7 @@ class RopeStore(Entry):
     axes = {"q": ("row", "head", "dim"), "k": ("row", "KV head", "dim"), "v": ("row", "KV head", "dim")}
 
     def cases(self, full: bool) -> Sequence[RopeCase]:
-        return list(dict.fromkeys(full_table() if full else small_table()))
+        return list(full_table() if full else small_table())
 
     def control_cases(self) -> Sequence[RopeCase]:
         return list(control_table())
