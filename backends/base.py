@@ -19,7 +19,7 @@ import numpy as np
 from backends.arena import Arena, CacheShape, part_words
 from backends.layout import Layout
 from kernels_numba import decode_attention, decode_plan, keep, prompt_attention, rope_store
-from kernels_numba.streams import BASE, COLUMNS, COMMITTED, FIRST, PTOK, ROWS, TABLE
+from kernels_numba.streams import BASE, COLUMNS, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, ROWS, TABLE, V_PLANE
 
 PROMPT, DECODE = "prompt", "decode"
 MOST_PATH = decode_plan.MOST_ROWS
@@ -84,9 +84,10 @@ class Norms:
 class Batch:
     """The rows of one pass, as kernels take them. rows: W rows, streams one after the other.
 
-    table: int64 [S, 6] on the host; streams: the same on the device; owners: int32 [W], row -> stream; slots: int32 [S], place
-    of the recurrent state. For decode: paths int32 [W, 128] and depths int32 [W], the window rows that a row sees; plan and
-    scratch, how the launch is cut.
+    table: int64 [S, 11], the stream table on the host; streams: int64 [L, S, 11] on the device, one for each attention layer
+    (if there are none, one without planes); owners: int32 [W], row -> stream; slots: int32 [S], place of the recurrent state.
+    For decode: paths int32 [W, 128] and depths int32 [W], the window rows that a row sees; plan and scratch, how the launch is
+    cut.
     """
 
     phase: str
@@ -255,11 +256,21 @@ class Backend(ABC):
         return self.arena.states[index], self.arena.histories[index]
 
     def stream_row(self, stream: Stream, first: int, rows: int) -> list[int]:
-        """The stream's row of the stream table."""
+        """The stream's row of the stream table; the planes are layer_tables' to add."""
         row = [0] * COLUMNS
         row[FIRST], row[ROWS], row[COMMITTED], row[PTOK] = first, rows, stream.committed, self.positions
         row[BASE], row[TABLE] = self.address(stream)
         return row
+
+    def layer_tables(self, table: np.ndarray) -> np.ndarray:
+        """int64 [L, S, 11]: the stream table of each attention layer, with its planes (without layers: one, as it is)."""
+        layers = self.shape.attention_layers
+        tables = np.repeat(table[None], max(1, len(layers)), axis=0)
+        for place, layer in enumerate(layers):
+            for row in tables[place]:
+                row[PAGE_WORDS] = self.shape.page_words(int(row[PTOK]))
+                row[K_PLANE], row[V_PLANE] = self.shape.planes(layer, int(row[PTOK]))
+        return tables
 
     # --- A pass -----------------------------------------------------------------------------------------------------------
 
@@ -304,7 +315,7 @@ class Backend(ABC):
     def tables(self, phase: str, members: tuple[Stream, ...], table: np.ndarray) -> Batch:
         """A batch with its tables on the device."""
         put = self.xp.asarray
-        streams, slots = put(table), put(np.array([s.slot for s in members], np.int32))
+        streams, slots = put(self.layer_tables(table)), put(np.array([s.slot for s in members], np.int32))
         if phase == PROMPT:
             owners = np.repeat(np.arange(len(members), dtype=np.int32), table[:, ROWS])
             return Batch(phase, members, table, streams, put(owners), slots)
@@ -326,19 +337,18 @@ class Backend(ABC):
         Returns q: bf16 [W, H, D]. Raises as check_current does.
         """
         self.check_current(batch)
-        shape, address = self.shape, (self.arena.words, self.pages)
+        shape, address, streams = self.shape, (self.arena.words, self.pages), self.layer_streams(layer, batch)
         q = self.xp.empty((batch.rows, shape.heads, shape.head_dim), dtype=BF16)
         if batch.phase == PROMPT:
             rope_store.rope_store(
-                q, qkv, *address, batch.streams, batch.owners, norms.q, norms.k, rope, *self.planes(layer), self.page_words,
-                norms.eps, shape.kv_heads, self.layout,
-            )  # fmt: skip
+                q, qkv, *address, streams, batch.owners, norms.q, norms.k, rope, norms.eps, shape.kv_heads, self.layout
+            )
         else:
             rope_store.rope_record(
                 q,
                 qkv,
                 *self.record(layer, batch),
-                batch.streams,
+                streams,
                 batch.owners,
                 batch.depths,
                 norms.q,
@@ -356,17 +366,17 @@ class Backend(ABC):
         self.check_current(batch)
         out = self.xp.empty(q.shape, dtype=BF16)
         scale = np.float32(self.shape.head_dim**-0.5)
-        address = (self.arena.words, self.pages, batch.streams)
+        address = (self.arena.words, self.pages, self.layer_streams(layer, batch))
         if batch.phase == PROMPT:
-            self.attend_prompts(out, q, address, layer, scale, batch)
+            self.attend_prompts(out, q, address, scale, batch)
         else:
             decode_attention.decode_attention(
-                out, q, *address, batch.owners, batch.paths, batch.depths, *self.record(layer, batch), *self.planes(layer),
-                self.page_words, scale, batch.scratch, batch.plan, self.layout,
+                out, q, *address, batch.owners, batch.paths, batch.depths, *self.record(layer, batch), scale, batch.scratch,
+                batch.plan, self.layout,
             )  # fmt: skip
         return out
 
-    def attend_prompts(self, out: Any, q: Any, address: tuple, layer: int, scale: np.float32, batch: Batch) -> None:
+    def attend_prompts(self, out: Any, q: Any, address: tuple, scale: np.float32, batch: Batch) -> None:
         """One launch a stream."""
         shape = self.shape
         per_block = prompt_attention.heads_per_block(shape.heads // shape.kv_heads)
@@ -375,9 +385,7 @@ class Backend(ABC):
             grid, threads, shared = prompt_attention.launch_shape(
                 int(rows), shape.heads, shape.kv_heads, shape.head_dim
             )
-            bound[grid, threads, None, shared](
-                out, q, *address, number, *self.planes(layer), self.page_words, shape.heads, shape.kv_heads, scale
-            )
+            bound[grid, threads, None, shared](out, q, *address, number, shape.heads, shape.kv_heads, scale)
 
     def finish(self, batch: Batch) -> None:
         """The pass is through: its rows are committed; a decode pass's records are kept in the caches.
@@ -390,8 +398,8 @@ class Backend(ABC):
             kept = self.xp.asarray(batch.table[:, ROWS].astype(np.int32))
             for layer in self.shape.attention_layers:
                 keep.keep(
-                    self.arena.words, self.pages, batch.streams, batch.paths, ends, kept, *self.record(layer, batch),
-                    *self.planes(layer), self.page_words, int(batch.table[:, ROWS].max(initial=0)), self.layout,
+                    self.arena.words, self.pages, self.layer_streams(layer, batch), batch.paths, ends, kept,
+                    *self.record(layer, batch), int(batch.table[:, ROWS].max(initial=0)), self.layout,
                 )  # fmt: skip
         for stream, rows in zip(batch.members, batch.table[:, ROWS]):
             stream.committed += int(rows)
@@ -400,6 +408,10 @@ class Backend(ABC):
     def planes(self, layer: int) -> tuple[int, int]:
         """Word offsets of a layer's K and V in a page."""
         return self.shape.planes(layer, self.positions)
+
+    def layer_streams(self, layer: int, batch: Batch) -> Any:
+        """The stream table of an attention layer: int64 [S, 11] on the device."""
+        return batch.streams[self.shape.attention_layers.index(layer)]
 
     def record(self, layer: int, batch: Batch) -> tuple[Any, Any]:
         """A layer's window record, keys and values: bf16 [W, HK, D] each."""

@@ -39,7 +39,7 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.portable_math import exp_to_one
-from kernels_numba.streams import BASE, COMMITTED, FIRST, PTOK, ROWS, TABLE
+from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, ROWS, TABLE, V_PLANE
 
 THREADS = 128
 TILE = 64
@@ -65,8 +65,7 @@ def tile_words(D: int) -> int:
 
 def decode_attention(
     out: Any, q: Any, arena: Any, pages: Any, streams: Any, rows: Any, paths: Any, depths: Any, k_record: Any,
-    v_record: Any, k_plane: int, v_plane: int, page_words: int, scale: np.float32, scratch: Any, plan: DecodePlan,
-    layout: Any, stream: Any = None,
+    v_record: Any, scale: np.float32, scratch: Any, plan: DecodePlan, layout: Any, stream: Any = None,
 ) -> None:  # fmt: skip
     """Attention of every row of a decode launch: the three kernels, which document the arrays.
 
@@ -78,14 +77,13 @@ def decode_attention(
         raise ValueError(f"out {tuple(out.shape)}: the plan is for {(plan.rows, plan.heads, plan.D)}")
     po, pm, pl = plan.carve(scratch)
     place = (arena, pages, streams)
-    planes = (k_plane, v_plane, page_words, plan.kv_heads, scale)
     bind = {"D": plan.D, "G": plan.group, "layout": layout}
     shared = shared_bytes(plan.D)
     decode_rows.at(**bind)[plan.rows_grid, THREADS, stream, shared](
-        po, pm, pl, q, *place, plan.items, plan.groups, *planes
+        po, pm, pl, q, *place, plan.items, plan.groups, plan.kv_heads, scale
     )
     decode_partial.at(**bind)[plan.partial_grid, THREADS, stream, shared](
-        po, pm, pl, q, *place, rows, paths, depths, plan.groups, k_record, v_record, *planes
+        po, pm, pl, q, *place, rows, paths, depths, plan.groups, k_record, v_record, plan.kv_heads, scale
     )
     decode_merge.at(D=plan.D)[plan.merge_grid, plan.D // 2, stream](out, po, pm, pl, streams, rows, depths, plan.groups)
 
@@ -396,19 +394,16 @@ def store_partial(po, pm, pl, o, state, slot, row, head, warp, lane, *, D, part)
 
 
 @kernel
-def decode_rows(
-    po, pm, pl, q, arena, pages, streams, items, groups, k_plane, v_plane, page_words, kv_heads, scale, *, D, G, layout
-):
+def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, scale, *, D, G, layout):
     """Whole chunks of committed keys: one program 16 (row, head) pairs of a stream and one KV head, over one chunk or
     one group.
 
     Launch: grid items · HK, the KV head fastest, 128 threads, ``shared_bytes(D)``.
 
     po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H], written: a stream's groups from slot 0, then its
-    chunks. q: bf16 [W, H, D]. arena: uint32 [words]. pages: int32 [entries]. streams: int64 [S, 6]. items: int32 [n,
-    3] and groups: int32 [S], see DecodePlan. k_plane, v_plane: word offsets of the layer's K and V in a page,
-    multiples of 4. page_words: words a page. kv_heads: HK. scale: float32, factor of a score. D: head_dim, 64, 128 or
-    256. G: query heads a KV head. layout: backends.layout.Layout.
+    chunks. q: bf16 [W, H, D]. arena: uint32 [words]. pages: int32 [entries]. streams: int64 [S, 11], of the layer.
+    items: int32 [n, 3] and groups: int32 [S], see DecodePlan. kv_heads: HK. scale: float32, factor of a score. D:
+    head_dim, 64, 128 or 256. G: query heads a KV head. layout: backends.layout.Layout.
     """
     memory = cuda.shared.array(0, uint32)  # [K tile: 64, D/2] [V tile: 64, D/2] [P: 16, 32]
     maxes = cuda.shared.array(64, float32)  # [4 warps, 16 pairs]
@@ -427,6 +422,7 @@ def decode_rows(
     first, rows, committed = streams[stream, FIRST], streams[stream, ROWS], streams[stream, COMMITTED]
     base, table = streams[stream, BASE], streams[stream, TABLE]
     ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
+    k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
     folded = int64(groups[stream])
     chunk0 = GROUP_CHUNKS * code if code >= 0 else GROUP_CHUNKS * folded - 1 - code
     tiles = GROUP_CHUNKS * CHUNK_TILES if code >= 0 else CHUNK_TILES
@@ -492,8 +488,8 @@ def decode_rows(
 
 @kernel
 def decode_partial(
-    po, pm, pl, q, arena, pages, streams, rows, paths, depths, groups, k_record, v_record, k_plane, v_plane, page_words,
-    kv_heads, scale, *, D, G, layout
+    po, pm, pl, q, arena, pages, streams, rows, paths, depths, groups, k_record, v_record, kv_heads, scale,
+    *, D, G, layout
 ):  # fmt: skip
     """The last, partial chunk of committed keys and the row's own path: one program a row, a KV head and z in 0, 1.
 
@@ -521,6 +517,7 @@ def decode_partial(
     first, window, committed = streams[stream, FIRST], streams[stream, ROWS], streams[stream, COMMITTED]
     base, table = streams[stream, BASE], streams[stream, TABLE]
     ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
+    k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
     chunk = committed // CHUNK + cuda.blockIdx.z
     limit = committed + depths[row]
     tiles = min(max((limit - CHUNK * chunk + TILE - 1) // TILE, 0), CHUNK_TILES)
@@ -592,7 +589,7 @@ def decode_merge(out, po, pm, pl, streams, rows, depths, groups, *, D):
 
     A row that sees no key (p + depth = 0) gives 0. Launch: grid (W, H), D/2 threads, two columns each.
 
-    out: bf16 [W, H, D], written. po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H]. streams: int64 [S, 6].
+    out: bf16 [W, H, D], written. po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H]. streams: int64 [S, 11].
     rows: int32 [W], row -> stream. depths: int32 [W]. groups: int32 [S], how many of a stream's slots are whole
     groups.
     """

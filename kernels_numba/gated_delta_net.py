@@ -13,7 +13,7 @@ A new stream's slot holds zeros. By row of the launch (W rows of S streams):
     decay, beta  float32 [W, HV]
     y            bf16 [W, HV·128]
     rows         int32 [W]                       row -> stream
-    streams      int64 [S, 6]                    kernels_numba/streams.py; ROWS = 0: takes no part, keeps its states
+    streams      int64 [S, 11]                    kernels_numba/streams.py; ROWS = 0: takes no part, keeps its states
     slots        int32 [S]                       stream -> slot
 
 A window of drafted rows is run with ``commit=False``. The accepted rows are run again, with a table whose ROWS counts
@@ -146,7 +146,7 @@ def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV
     """A warp takes one row's head of 128 channels, a lane four channels. Spec attention §5.1.
 
     qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows: int32 [W];
-    streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (W, heads / 4), 128 threads.
+    streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (W, heads / 4), 128 threads.
     """
     row = cuda.blockIdx.x
     lane = cuda.threadIdx.x % 32
@@ -199,7 +199,7 @@ def head_scale(squares, head, *, HK):
 def commit_conv_kernel(conv_states, mixed, streams, slots):
     """A thread takes two channels of a stream: it reads all three rows before it writes one.
 
-    conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 6]; slots: int32 [S].
+    conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; slots: int32 [S].
     Launch: grid (S, C / 256), 128 threads.
     """
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
@@ -252,7 +252,7 @@ def step_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV, COMMIT):
     """A warp takes two value rows of a head, lane l the key indices 4l .. 4l + 3 of both. Spec attention §5.2.
 
     y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (S, HV, 16), 128 threads.
+    streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
@@ -332,7 +332,7 @@ def chain_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV):
     """A block takes a head, two threads a value row: thread ``half`` the keys 8j + 4·half + 0 .. 3. Spec attention §5.3.
 
     y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 6]; slots: int32 [S]. Launch: grid (S, HV), 256 threads.
+    streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (S, HV), 256 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     value, half = cuda.threadIdx.x // 2, cuda.threadIdx.x % 2

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from kernels_numba.machine import cuda, int64, kernel
-from kernels_numba.streams import BASE, COMMITTED, FIRST, PTOK, TABLE
+from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, TABLE, V_PLANE
 
 THREADS = 128
 
 
 def keep(
-    arena: Any, pages: Any, streams: Any, paths: Any, last: Any, kept: Any, k_record: Any, v_record: Any,
-    k_plane: int, v_plane: int, page_words: int, most: int, layout: Any, stream: Any = None,
+    arena: Any, pages: Any, streams: Any, paths: Any, last: Any, kept: Any, k_record: Any, v_record: Any, most: int,
+    layout: Any, stream: Any = None,
 ) -> None:  # fmt: skip
     """Keep ``kept`` rows of each stream's pass in one layer's cache. keep_kernel documents the arrays; COMMITTED is the
     caller's to raise.
@@ -26,26 +26,22 @@ def keep(
     most: the largest of ``kept`` or more. stream: of the GPU.
     """
     bound = keep_kernel.at(HK=k_record.shape[1], D=k_record.shape[2], layout=layout)
-    bound[(streams.shape[0], most), THREADS, stream](
-        arena, pages, streams, paths, last, kept, k_record, v_record, k_plane, v_plane, page_words
-    )
+    bound[(streams.shape[0], most), THREADS, stream](arena, pages, streams, paths, last, kept, k_record, v_record)
 
 
 @kernel
-def keep_kernel(
-    arena, pages, streams, paths, last, kept, k_record, v_record, k_plane, v_plane, page_words, *, HK, D, layout
-):
+def keep_kernel(arena, pages, streams, paths, last, kept, k_record, v_record, *, HK, D, layout):
     """A block copies the row that takes position COMMITTED + i: the stream's row paths[last, i] of the pass, i < kept.
 
-    arena: uint32 [words], written. pages: int32 [entries]. streams: int64 [S, 6]. paths: int32 [W, 128]. last: int32
-    [S], the row of the launch whose path is kept. kept: int32 [S], rows of the path, from its root; 0: nothing.
-    k_record, v_record: bf16 [W, HK, D], the window record. k_plane, v_plane: word offsets of the layer's K and
-    V in a page (a contiguous cache is one page). page_words: words a page. Launch: grid (S, most kept), 128 threads.
+    arena: uint32 [words], written. pages: int32 [entries]. streams: int64 [S, 11], of the layer. paths: int32 [W, 128].
+    last: int32 [S], the row of the launch whose path is kept. kept: int32 [S], rows of the path, from its root; 0:
+    nothing. k_record, v_record: bf16 [W, HK, D], the window record. Launch: grid (S, most kept), 128 threads.
     """
     stream, i = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
     if i < kept[stream]:
         row = streams[stream, FIRST] + paths[last[stream], i]
         ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
+        k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
         start, slot = layout.locate(
             streams[stream, COMMITTED] + i, streams[stream, BASE], streams[stream, TABLE], ptok, pages, page_words
         )

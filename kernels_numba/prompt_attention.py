@@ -28,7 +28,7 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.portable_math import exp_to_one
-from kernels_numba.streams import BASE, COMMITTED, FIRST, PTOK, ROWS, TABLE
+from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, ROWS, TABLE, V_PLANE
 
 THREADS = 256
 WARPS = 8
@@ -320,17 +320,14 @@ def store_row(out, o, total, row, head, quad, *, D, part):
 
 
 @kernel
-def prompt_attention(
-    out, q, arena, pages, streams, stream, k_plane, v_plane, page_words, heads, kv_heads, scale, *, D, HPC, layout
-):
+def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, scale, *, D, HPC, layout):
     """Attention of one stream's prompt rows to its cache, which already holds the rows' own keys and values.
 
     Launch: grid, threads and shared memory from ``launch_shape``; HPC = ``heads_per_block(heads // kv_heads)``.
 
     out, q: bf16 [R, H, D], the rows of all streams of the pass; FIRST .. FIRST + ROWS - 1 are written and read.
-    arena: uint32 [words], the cache. pages: int32 [entries], the page tables. streams: int64 [S, 6], see streams.py.
-    stream: this launch's row of ``streams``. page_words: words a page.
-    k_plane, v_plane: word offset in a page (or window) of the layer's K and V, multiples of 4.
+    arena: uint32 [words], the cache. pages: int32 [entries], the page tables. streams: int64 [S, 11], of the layer, see
+    streams.py. stream: this launch's row of ``streams``.
     heads, kv_heads: H and HK. scale: float32, the factor of a score.
     D: head_dim, 64, 128 or 256. HPC: 1, 2, 4 or 8. layout: a backends.layout.Layout.
     """
@@ -345,12 +342,13 @@ def prompt_attention(
     first, rows, committed = streams[stream, FIRST], streams[stream, ROWS], streams[stream, COMMITTED]
     base, table = streams[stream, BASE], streams[stream, TABLE]
     ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
+    page_words = streams[stream, PAGE_WORDS]
     group = heads // kv_heads
     kv_head = int64(cuda.blockIdx.y) // (group // HPC)
     head0 = kv_head * group + int64(cuda.blockIdx.y) % (group // HPC) * HPC
     row0 = int64(cuda.blockIdx.x) * (WARP_ROWS * WARPS // HPC)
-    k_at = k_plane + kv_head * ptok * (D // 2)
-    v_at = v_plane + kv_head * ptok * (D // 2)
+    k_at = streams[stream, K_PLANE] + kv_head * ptok * (D // 2)
+    v_at = streams[stream, V_PLANE] + kv_head * ptok * (D // 2)
     keys = committed + rows
     tiles = (committed + min(row0 + WARP_ROWS * WARPS // HPC, rows) - 1) // TILE + 1
     items = 4 * tiles

@@ -28,7 +28,7 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.norms import add_squares, inverse_rms, scaled, warp_sum
-from kernels_numba.streams import BASE, COMMITTED, FIRST, PTOK, TABLE
+from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, TABLE, V_PLANE
 
 THREADS = 128
 WARPS = 4
@@ -57,7 +57,7 @@ def grid(rows: int, heads: int, kv_heads: int) -> tuple[int, int]:
 
 def rope_store(
     q: Any, qkv: Any, arena: Any, pages: Any, streams: Any, rows: Any, q_gain: Any, k_gain: Any, cos_sin: Any,
-    k_plane: int, v_plane: int, page_words: int, eps: float, kv_heads: int, layout: Any, stream: Any = None,
+    eps: float, kv_heads: int, layout: Any, stream: Any = None,
 ) -> None:  # fmt: skip
     """A prompt pass: q out, keys and values into the cache at the rows' positions. rope_store_kernel documents the
     arrays.
@@ -67,7 +67,7 @@ def rope_store(
     (count, heads, D), rope = q.shape, 2 * cos_sin.shape[2]
     bound = rope_store_kernel.at(D=D, H=heads, HK=kv_heads, ROPE=rope, LANES=check_rope(D, rope), layout=layout)
     bound[grid(count, heads, kv_heads), THREADS, stream](
-        q, qkv, arena, pages, streams, rows, q_gain, k_gain, cos_sin, k_plane, v_plane, page_words, np.float32(eps)
+        q, qkv, arena, pages, streams, rows, q_gain, k_gain, cos_sin, np.float32(eps)
     )
 
 
@@ -88,16 +88,15 @@ def rope_record(
 
 @kernel
 def rope_store_kernel(
-    q, qkv, arena, pages, streams, rows, q_gain, k_gain, cos_sin, k_plane, v_plane, page_words, eps,
-    *, D, H, HK, ROPE, LANES, layout
+    q, qkv, arena, pages, streams, rows, q_gain, k_gain, cos_sin, eps, *, D, H, HK, ROPE, LANES, layout
 ):  # fmt: skip
     """Row r of a stream stands at position COMMITTED + r - FIRST; its key and value go there. Launch: ``grid``, 128
     threads.
 
     q: bf16 [W, H, D], written. qkv: bf16 [W, (2·H + 2·HK)·D]. arena: uint32 [words], written. pages: int32 [entries].
-    streams: int64 [S, 6]. rows: int32 [W], row -> stream. q_gain, k_gain: float32 [D], effective gains. cos_sin:
-    float32 [positions, 2, ROPE/2], see rope_table. k_plane, v_plane: word offsets of the layer's K and V in a page.
-    page_words: words a page. eps: float32. LANES: lanes between the elements of a rotary pair.
+    streams: int64 [S, 11], of the layer. rows: int32 [W], row -> stream. q_gain, k_gain: float32 [D], effective gains.
+    cos_sin: float32 [positions, 2, ROPE/2], see rope_table. eps: float32. LANES: lanes between the elements of a rotary
+    pair.
     """
     words = cuda.local.array(D // 64, uint32)  # [pairs of elements of this lane]
     row, head = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y) * WARPS + int64(cuda.threadIdx.x) // 32
@@ -112,6 +111,7 @@ def rope_store_kernel(
     elif head < H + HK:
         kv_head = head - H
         ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
+        k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
         start, slot = layout.locate(position, streams[stream, BASE], streams[stream, TABLE], ptok, pages, page_words)
         target = start + (kv_head * ptok + slot) * (D // 2) + lane_word
         key_word = H * D + kv_head * (D // 2) + lane_word

@@ -24,6 +24,7 @@ from kernels_numba.decode_attention import decode_attention
 from kernels_numba.decode_plan import chain_tables, plan_decode
 from kernels_numba.keep import keep
 from kernels_numba.machine import KernelError, checked
+from kernels_numba.streams import COLUMNS
 from refengine.verify import bounds
 from refengine.verify.attention_oracle import attend as exact_attention
 
@@ -68,8 +69,8 @@ class Rows:
         out = Output((plan.rows, self.heads, self.D))
         tables = tables or chain_tables(cache.streams)
         run(
-            out.array, self.q[positions], cache.arena, cache.pages, cache.streams, *tables, k, v, cache.k_plane,
-            cache.v_plane, cache.page_words, self.scale, buffer[: plan.scratch_size], plan, cache.layout,
+            out.array, self.q[positions], cache.arena, cache.pages, cache.streams, *tables, k, v, self.scale,
+            buffer[: plan.scratch_size], plan, cache.layout,
         )  # fmt: skip
         cache.assert_untouched()
         assert np.isnan(buffer[plan.scratch_size :]).all(), "written past the scratch"
@@ -195,8 +196,8 @@ def keep_rows(r: Rows, cache: Cache, accepted: int) -> None:
     _, paths, _ = chain_tables(cache.streams)
     positions = chain_positions(cache.streams)
     last, kept = np.array([accepted - 1], np.int32), np.array([accepted], np.int32)
-    place = (cache.k_plane, cache.v_plane, cache.page_words, accepted, cache.layout)
-    keep(cache.arena, cache.pages, cache.streams, paths, last, kept, r.k[positions], r.v[positions], *place)
+    records = (r.k[positions], r.v[positions])
+    keep(cache.arena, cache.pages, cache.streams, paths, last, kept, *records, accepted, cache.layout)
 
 
 def poison_row(cache: Cache, position: int) -> None:
@@ -424,7 +425,9 @@ def test_red_a_wait_removed():
 def table(*sizes: tuple[int, int]) -> np.ndarray:
     """The stream table of (rows, committed) in order."""
     firsts = np.cumsum([0] + [rows for rows, _ in sizes])
-    return np.array([(firsts[n], r, c, 0, -1, c + r) for n, (r, c) in enumerate(sizes)], np.int64).reshape(-1, 6)
+    return np.array([(firsts[n], r, c, 0, -1, c + r, *[0] * 5) for n, (r, c) in enumerate(sizes)], np.int64).reshape(
+        -1, COLUMNS
+    )
 
 
 @pytest.mark.parametrize(

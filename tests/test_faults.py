@@ -27,6 +27,7 @@ from kernels_numba.machine import BoundKernel, KernelError, checked, cuda, float
 from kernels_numba.norms import warp_sum
 from kernels_numba.prompt_attention import heads_per_block, launch_shape, prompt_attention
 from kernels_numba.sampling import argmax
+from kernels_numba.streams import COLUMNS
 from refengine.commands.compare import Request, room
 from refengine.contract import workbench
 from refengine.contract.caches import poison_unheld
@@ -306,7 +307,7 @@ def launch_prompt(out: np.ndarray, q: np.ndarray, c: Cache, stream: int = 0) -> 
     _, heads, D = q.shape
     grid, threads, shared = launch_shape(int(c.streams[stream, 1]), heads, c.kv_heads, D)
     bound = prompt_attention.at(D=D, HPC=heads_per_block(heads // c.kv_heads), layout=c.layout)
-    place = (c.arena, c.pages, c.streams, stream, c.k_plane, c.v_plane, c.page_words, heads, c.kv_heads)
+    place = (c.arena, c.pages, c.streams, stream, heads, c.kv_heads)
     bound[grid, threads, None, shared](out, q, *place, np.float32(1))
 
 
@@ -371,8 +372,8 @@ def decode(heads: Heads, c: Cache, depths: Sequence[int], q, k, v, scratch=None)
     out = Output((plan.rows, heads.heads, heads.head_dim))
     scratch = np.full(plan.scratch_size, NAN, np.float32) if scratch is None else scratch
     decode_attention(
-        out.array, q, c.arena, c.pages, c.streams, rows, paths, np.array(depths, np.int32), k, v, c.k_plane, c.v_plane,
-        c.page_words, np.float32(1), scratch, plan, c.layout,
+        out.array, q, c.arena, c.pages, c.streams, rows, paths, np.array(depths, np.int32), k, v,
+        np.float32(1), scratch, plan, c.layout,
     )  # fmt: skip
     return out.checked()
 
@@ -487,7 +488,7 @@ def test_streams_of_no_rows_keep_their_delta_rule_state(run):
     states = rng.standard_normal((4, 1, 128, 128), np.float32)
 
     def launched(first: int, rows: Sequence[int], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        streams = np.zeros((len(rows), 6), np.int64)
+        streams = np.zeros((len(rows), COLUMNS), np.int64)
         streams[:, 0], streams[:, 1] = np.cumsum([0, *rows])[:-1], rows
         stop, after, y = first + sum(rows), states.copy(), Output((sum(rows), 128))
         run(y.array, after, qkv[first:stop], decay[first:stop], beta[first:stop], streams, np.array(slots, np.int32))

@@ -60,7 +60,7 @@ def launch(kernel, cache: Cache, stream: int, out: np.ndarray, q: np.ndarray, sc
     _, heads, D = q.shape
     grid, threads, shared = launch_shape(int(cache.streams[stream, 1]), heads, cache.kv_heads, D)
     bound = kernel.at(D=D, HPC=heads_per_block(heads // cache.kv_heads), layout=cache.layout)
-    place = (cache.arena, cache.pages, cache.streams, stream, cache.k_plane, cache.v_plane, cache.page_words)
+    place = (cache.arena, cache.pages, cache.streams, stream)
     bound[grid, threads, None, shared](out, q, *place, heads, cache.kv_heads, scale)
 
 

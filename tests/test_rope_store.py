@@ -115,7 +115,7 @@ def store(one: Layer, cache: Cache, run=rope_store) -> np.ndarray:
     at = positions(cache)
     q = Output((len(at), HEADS, one.D))
     rows = row_streams(cache.streams)
-    place = (cache.k_plane, cache.v_plane, cache.page_words, float(EPS), KV_HEADS, cache.layout)
+    place = (float(EPS), KV_HEADS, cache.layout)
     norms = (one.q_gain, one.k_gain, one.cos_sin)
     run(q.array, one.qkv[at], cache.arena, cache.pages, cache.streams, rows, *norms, *place)
     return q.checked()
@@ -220,7 +220,7 @@ def test_rows_of_a_tree_stand_at_their_depth():
 
 def keep_rows(one: Layer, cache: Cache, paths, last: list[int], kept: list[int], record_rows) -> None:
     """Keep from a record that holds the rows of these positions."""
-    place = (cache.k_plane, cache.v_plane, cache.page_words, max(kept), cache.layout)
+    place = (max(kept), cache.layout)
     tables = (paths, np.array(last, np.int32), np.array(kept, np.int32))
     k, v = one.key[record_rows], one.value[record_rows]
     keep(cache.arena, cache.pages, cache.streams, *tables, k, v, *place)

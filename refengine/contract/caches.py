@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.layout import Layout
+from kernels_numba import streams as columns
 from refengine.contract.workbench import BF16, NAN, Poison
 
 LEADING_WORDS = 36
@@ -53,7 +54,7 @@ class Cache:
 
     def word(self, stream: int, plane: int, position: int, kv_head: int, word: int) -> int:
         """The arena word of a row's word; plane: k_plane or v_plane."""
-        _, _, _, base, table, ptok = (int(n) for n in self.streams[stream])
+        base, table, ptok = (int(n) for n in self.streams[stream, [columns.BASE, columns.TABLE, columns.PTOK]])
         start, slot = base, position
         if table >= 0:
             start, slot = base + int(self.pages[table + position // ptok]) * self.page_words, position % ptok
@@ -67,7 +68,7 @@ class Cache:
 
     def swap_first_pages(self) -> None:
         """A page table whose first entry names a later page."""
-        first = int(self.streams[0, 4])
+        first = int(self.streams[0, columns.TABLE])
         self.pages[[first, first + 1]] = self.pages[[first + 1, first]]
 
 
@@ -120,11 +121,12 @@ def build_cache(
         own, ids = unordered(ids[:count]), ids[count:]
         base, table = (LEADING_WORDS + int(own[0]) * page_words, -1) if windows else (LEADING_WORDS, len(tables))
         tables += [*map(int, own), *[null] * PADDING]
-        rows.append((stream.first, stream.rows, stream.committed, base, table, ptok))
+        place = (base, table, ptok, page_words, k_plane, v_plane, 0, 0)
+        rows.append((stream.first, stream.rows, stream.committed, *place))
         for plane, data in ((k_plane, stream.k), (v_plane, stream.v)):
             starts = row_starts(own, len(data), ptok, page_words, kv_heads, dims // 2)
-            place = LEADING_WORDS + plane + starts[..., None] + np.arange(dims // 2)
-            arena[place], held[place] = words_of(data), True
+            words = LEADING_WORDS + plane + starts[..., None] + np.arange(dims // 2)
+            arena[words], held[words] = words_of(data), True
     poison_unheld(arena, held, poison)
     table_of_streams = np.array(rows, np.int64)
     return Cache(

@@ -149,7 +149,7 @@ class Qwen35:
         """Projection, convolution, gates, delta rule (chain for prompts, step for decode), gated norm, projection."""
         gdn = self.spec.gated_delta_net
         states, histories = backend.layer_states(number, batch)
-        rows, streams, slots = x.shape[0], batch.streams, batch.slots
+        rows, streams, slots = x.shape[0], batch.streams[0], batch.slots
         mixed = self.product(x, w.mixed)
         qkv = self.empty(rows, gdn.conv_channels)
         gated_delta_net.conv(qkv, mixed, histories, w.conv, batch.owners, streams, slots, gdn.key_heads)

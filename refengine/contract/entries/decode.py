@@ -125,7 +125,7 @@ class DecodeAttention(AttentionEntry):
         rest = [bench.input(name, inputs[name]) for name in ("rows", "paths", "depths", "k_record", "v_record")]
         cut = replace(plan, items=bench.input("items", plan.items), groups=bench.input("groups", plan.groups))
         modules[DECODE].decode_attention(
-            out, q, *place, *rest, laid.k_plane, laid.v_plane, laid.page_words, case.geometry.scale, (po, pm, pl), cut,
+            out, q, *place, *rest, case.geometry.scale, (po, pm, pl), cut,
             modules[LAYOUT].LAYOUTS[case.layout],
         )  # fmt: skip
 

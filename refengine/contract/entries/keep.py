@@ -96,8 +96,7 @@ class Keep(Entry):
         laid = inputs["cache"]
         place = on_bench(laid, inputs["own"], bench)
         rest = [bench.input(name, inputs[name]) for name in ("paths", "last", "kept", "k_record", "v_record")]
-        planes, layout = (laid.k_plane, laid.v_plane, laid.page_words), modules[LAYOUT].LAYOUTS[case.layout]
-        modules[KEEP].keep(*place, *rest, *planes, max(case.kept) + 1, layout)
+        modules[KEEP].keep(*place, *rest, max(case.kept) + 1, modules[LAYOUT].LAYOUTS[case.layout])
 
     def view(self, inputs: Inputs, outputs: Outputs) -> Outputs:
         return gathered(outputs, inputs["own"])

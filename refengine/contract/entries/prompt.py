@@ -71,9 +71,7 @@ class PromptAttention(AttentionEntry):
         bound = module.prompt_attention.at(D=D, HPC=module.heads_per_block(heads // kv_heads), layout=layout)
         for stream, (rows, _) in enumerate(case.streams):
             grid, threads, shared = module.launch_shape(rows, heads, kv_heads, D)
-            bound[grid, threads, None, shared](
-                out, q, *place, stream, laid.k_plane, laid.v_plane, laid.page_words, heads, kv_heads, inputs["scale"]
-            )
+            bound[grid, threads, None, shared](out, q, *place, stream, heads, kv_heads, inputs["scale"])
 
     def exact(self, case: AttentionCase, inputs: Inputs) -> Bounds:
         value = np.zeros(inputs["q"].shape)

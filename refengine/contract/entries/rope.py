@@ -114,9 +114,8 @@ class RopeStore(Entry):
             module.rope_record(q, qkv, k, v, streams, of_rows, depths, *norms, EPS)
         else:
             place = on_bench(laid, inputs["own"], bench)
-            planes = (laid.k_plane, laid.v_plane, laid.page_words)
             layout = modules[LAYOUT].LAYOUTS[case.layout]
-            module.rope_store(q, qkv, *place, of_rows, *norms, *planes, EPS, geometry.kv_heads, layout)
+            module.rope_store(q, qkv, *place, of_rows, *norms, EPS, geometry.kv_heads, layout)
 
     def view(self, inputs: Inputs, outputs: Outputs) -> Outputs:
         return gathered(outputs, inputs["own"]) if "arena" in outputs else outputs
