@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kernels_numba.fp8 import row_words
+
 POISON = np.uint32(0xFFFFFFFF)
 """What nobody has written: two bf16 NaNs, a float32 NaN."""
 ALIGN = 4
@@ -40,18 +42,25 @@ class CacheShape:
     conv_channels: int
     conv_rows: int
 
-    def plane_words(self, positions: int) -> int:
-        """Words of one layer's K (or V) for a page of ``positions``."""
-        return aligned(self.kv_heads * positions * self.head_dim // 2)
+    def plane_words(self, positions: int, kv: str = "bf16") -> int:
+        """Words of one layer's K (or V) for a page of ``positions``; kv: "bf16" or "fp8"."""
+        return aligned(self.kv_heads * positions * row_words(self.head_dim, kv))
 
-    def page_words(self, positions: int) -> int:
-        """Words of a page: each attention layer's K, then its V."""
-        return len(self.attention_layers) * 2 * self.plane_words(positions)
+    def exponent_words(self, positions: int, kv: str = "bf16") -> int:
+        """Words of the exponents of one layer's K (or V); none where the cache is bf16."""
+        return aligned(-(-self.kv_heads * positions // 4)) if kv == "fp8" else 0
 
-    def planes(self, layer: int, positions: int) -> tuple[int, int]:
-        """Word offsets of a layer's K and V inside a page of ``positions``."""
-        k = self.attention_layers.index(layer) * 2 * self.plane_words(positions)
-        return k, k + self.plane_words(positions)
+    def page_words(self, positions: int, kv: str = "bf16") -> int:
+        """Words of a page: each attention layer's K, its V, the exponents of K, those of V."""
+        layer = 2 * (self.plane_words(positions, kv) + self.exponent_words(positions, kv))
+        return len(self.attention_layers) * layer
+
+    def planes(self, layer: int, positions: int, kv: str = "bf16") -> tuple[int, int, int, int]:
+        """Word offsets of a layer's planes inside a page: K, V, exponents of K and of V (0 where there are none)."""
+        plane, exponents = self.plane_words(positions, kv), self.exponent_words(positions, kv)
+        k = self.attention_layers.index(layer) * 2 * (plane + exponents)
+        k_exp = k + 2 * plane
+        return k, k + plane, k_exp if exponents else 0, k_exp + exponents if exponents else 0
 
 
 def part_words(shape: CacheShape, streams: int, cache_words: int, rows: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
@@ -17,118 +16,41 @@ import ml_dtypes
 import numpy as np
 
 from backends.arena import Arena, CacheShape, part_words
+from backends.batch import DECODE, PROMPT, Batch, Norms
 from backends.layout import Layout
+from backends.stream import BackendError, Sizes, Stream
 from kernels_numba import decode_attention, decode_plan, keep, prompt_attention, rope_store
-from kernels_numba.streams import BASE, COLUMNS, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, ROWS, TABLE, V_PLANE
+from kernels_numba.streams import (
+    BASE,
+    COLUMNS,
+    COMMITTED,
+    FIRST,
+    K_EXP_PLANE,
+    K_PLANE,
+    PAGE_WORDS,
+    PTOK,
+    ROWS,
+    TABLE,
+    V_EXP_PLANE,
+    V_PLANE,
+)
 
-PROMPT, DECODE = "prompt", "decode"
-MOST_PATH = decode_plan.MOST_ROWS
+__all__ = [
+    "DECODE",
+    "PROMPT",
+    "Backend",
+    "BackendError",
+    "Batch",
+    "Norms",
+    "Sizes",
+    "Stream",
+    "backend_class",
+    "backend_names",
+]
+
 TILE = decode_attention.TILE
 BF16 = ml_dtypes.bfloat16
-
-
-class BackendError(Exception):
-    """A backend was asked for what it cannot do: one line that says what would do."""
-
-
-@dataclass(eq=False)
-class Stream:
-    """One sequence's place: its cache rows, window record and recurrent state. ``committed`` positions are kept.
-
-    number: of its place among the backend's. A released stream has no slot any more, so nothing can be reached through
-    it: every use raises BackendError.
-    """
-
-    backend: Backend
-    number: int
-    capacity: int
-    committed: int = 0
-    pages: list[int] = field(default_factory=list)
-    released: bool = False
-
-    @property
-    def slot(self) -> int:
-        """Its place in the arena. Raises BackendError once the stream is released."""
-        self.check_open()
-        return self.number
-
-    def check_open(self) -> None:
-        """Raise BackendError once the stream is released."""
-        if self.released:
-            raise BackendError(f"stream {self.number}: was released; open another")
-
-    def grow(self, end: int) -> None:
-        """Make sure that positions below ``end`` have a place. Raises BackendError as Backend.claim does."""
-        self.backend.claim([(self, end)])
-
-    def state(self, layer: int) -> tuple[Any, Any]:
-        """(recurrent state [HV, DV, DK] float32, conv history [3, C] bf16) of a linear layer: the memory itself."""
-        states, histories = self.backend.linear_layer(layer)
-        return states[self.slot], histories[self.slot]
-
-    def release(self) -> None:
-        """Give everything back. Raises BackendError the second time."""
-        self.backend.release(self)
-
-
-@dataclass(frozen=True, eq=False)
-class Norms:
-    """The norms of an attention layer's queries and keys: effective gains float32 [D], and eps."""
-
-    q: Any
-    k: Any
-    eps: float
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The rows of one pass, as kernels take them. rows: W rows, streams one after the other.
-
-    table: int64 [S, 11], the stream table on the host; streams: int64 [L, S, 11] on the device, one for each attention layer
-    (if there are none, one without planes); owners: int32 [W], row -> stream; slots: int32 [S], place of the recurrent state.
-    For decode: paths int32 [W, 128] and depths int32 [W], the window rows that a row sees; plan and scratch, how the launch is
-    cut.
-    """
-
-    phase: str
-    members: tuple[Stream, ...]
-    table: np.ndarray
-    streams: Any
-    owners: Any
-    slots: Any
-    paths: Any = None
-    depths: Any = None
-    plan: Any = None
-    scratch: Any = None
-
-    @property
-    def rows(self) -> int:
-        return int(self.table[:, ROWS].sum())
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a backend is built for.
-
-    context: positions a stream has room for. streams: how many at once. page_size: positions a page, for backends that let one
-    choose. window_rows: rows of one stream's decode pass, at most. spare_pages: pages beyond what the streams can need.
-    shuffle: seed of an order of the pages in which they are handed out (None: lowest first).
-    """
-
-    context: int
-    streams: int = 1
-    page_size: int = 256
-    window_rows: int = 1
-    spare_pages: int = 0
-    shuffle: int | None = None
-
-    def check(self, name: str) -> None:
-        """Raise BackendError for sizes that make no sense."""
-        for field_name in ("context", "streams", "page_size", "window_rows"):
-            if getattr(self, field_name) < 1:
-                raise BackendError(f"{name}: {field_name} {getattr(self, field_name)}: at least 1")
-        if self.window_rows > MOST_PATH:
-            raise BackendError(f"{name}: window_rows {self.window_rows}: at most {MOST_PATH}")
+PLANES = [K_PLANE, V_PLANE, K_EXP_PLANE, V_EXP_PLANE]
 
 
 class Backend(ABC):
@@ -146,7 +68,7 @@ class Backend(ABC):
         self.shape, self.sizes, self.xp = shape, sizes, xp
         self.positions = self.page_positions(sizes)
         self.check_layout()
-        self.page_words = shape.page_words(self.positions)
+        self.page_words = shape.page_words(self.positions, sizes.kv)
         self.columns = -(-sizes.context // self.positions)
         self.arena = Arena(shape, sizes.streams, self.cache_words(shape, sizes), sizes.streams * sizes.window_rows, xp)
         self.free_slots = list(range(sizes.streams))
@@ -182,6 +104,10 @@ class Backend(ABC):
         return 4 * sum(
             part_words(shape, sizes.streams, cls.cache_words(shape, sizes), sizes.streams * sizes.window_rows).values()
         )
+
+    def positions_of(self, stream: Stream) -> int:
+        """Positions a page of the stream."""
+        return self.positions
 
     @property
     def null_page(self) -> int:
@@ -258,7 +184,7 @@ class Backend(ABC):
     def stream_row(self, stream: Stream, first: int, rows: int) -> list[int]:
         """The stream's row of the stream table; the planes are layer_tables' to add."""
         row = [0] * COLUMNS
-        row[FIRST], row[ROWS], row[COMMITTED], row[PTOK] = first, rows, stream.committed, self.positions
+        row[FIRST], row[ROWS], row[COMMITTED], row[PTOK] = first, rows, stream.committed, self.positions_of(stream)
         row[BASE], row[TABLE] = self.address(stream)
         return row
 
@@ -268,8 +194,8 @@ class Backend(ABC):
         tables = np.repeat(table[None], max(1, len(layers)), axis=0)
         for place, layer in enumerate(layers):
             for row in tables[place]:
-                row[PAGE_WORDS] = self.shape.page_words(int(row[PTOK]))
-                row[K_PLANE], row[V_PLANE] = self.shape.planes(layer, int(row[PTOK]))
+                row[PAGE_WORDS] = self.shape.page_words(int(row[PTOK]), self.sizes.kv)
+                row[PLANES] = self.shape.planes(layer, int(row[PTOK]), self.sizes.kv)
         return tables
 
     # --- A pass -----------------------------------------------------------------------------------------------------------
@@ -407,7 +333,7 @@ class Backend(ABC):
 
     def planes(self, layer: int) -> tuple[int, int]:
         """Word offsets of a layer's K and V in a page."""
-        return self.shape.planes(layer, self.positions)
+        return self.shape.planes(layer, self.positions, self.sizes.kv)[:2]
 
     def layer_streams(self, layer: int, batch: Batch) -> Any:
         """The stream table of an attention layer: int64 [S, 11] on the device."""
@@ -421,7 +347,7 @@ class Backend(ABC):
     def cache_bytes(self, stream: Stream) -> int:
         """Bytes of keys and values that the stream holds. Raises BackendError for a stream that is not open here."""
         self.check_open(stream)
-        return 4 * self.page_words * self.held_pages(stream)
+        return 4 * self.shape.page_words(self.positions_of(stream), self.sizes.kv) * self.held_pages(stream)
 
     def held_pages(self, stream: Stream) -> int:
         """Pages (or windows) the stream holds."""

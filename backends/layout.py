@@ -41,6 +41,15 @@ def locate_paged_p256(pos, base, table, ptok, pages, page_words):
     return base + int64(pages[table + (pos >> 8)]) * page_words, pos & 255
 
 
+@device
+def locate_mixed(pos, base, table, ptok, pages, page_words):
+    """A window or pages, as the stream's own row of the table says."""
+    start, slot = base, pos
+    if table >= 0:
+        start, slot = locate_paged(pos, base, table, ptok, pages, page_words)
+    return start, slot
+
+
 @dataclass(frozen=True)
 class Layout:
     """A form of cache, a compile-time argument of kernels.
@@ -59,5 +68,7 @@ window = Layout("window", straddles=False, page=None, locate=locate_window)
 paged = Layout("paged", straddles=True, page=None, locate=locate_paged)
 paged_p256 = Layout("paged_p256", straddles=False, page=256, locate=locate_paged_p256)
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (window, paged, paged_p256)}
+mixed = Layout("mixed", straddles=True, page=None, locate=locate_mixed)
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (window, paged, paged_p256, mixed)}
 """Every layout, by name."""

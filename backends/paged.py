@@ -38,7 +38,7 @@ class PagedBackend(Backend):
     @classmethod
     def cache_words(cls, shape: CacheShape, sizes: Sizes) -> int:
         """The pool's pages and the null page."""
-        return (cls.pool_pages(sizes) + 1) * shape.page_words(cls.page_positions(sizes))
+        return (cls.pool_pages(sizes) + 1) * shape.page_words(cls.page_positions(sizes), sizes.kv)
 
     @property
     def null_page(self) -> int:

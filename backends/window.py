@@ -22,7 +22,7 @@ class WindowBackend(Backend):
 
     @classmethod
     def cache_words(cls, shape: CacheShape, sizes: Sizes) -> int:
-        return sizes.streams * shape.page_words(sizes.context)
+        return sizes.streams * shape.page_words(sizes.context, sizes.kv)
 
     def address(self, stream: Stream) -> tuple[int, int]:
         return stream.slot * self.page_words, -1

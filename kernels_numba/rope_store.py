@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels_numba.cache_rows import store_cached, through_fp8
+from kernels_numba.fp8 import as_bytes
 from kernels_numba.machine import (
     bf16_high,
     bf16_low,
@@ -28,7 +30,18 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.norms import add_squares, inverse_rms, scaled, warp_sum
-from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, TABLE, V_PLANE
+from kernels_numba.streams import (
+    BASE,
+    COMMITTED,
+    FIRST,
+    K_EXP_PLANE,
+    K_PLANE,
+    PAGE_WORDS,
+    PTOK,
+    TABLE,
+    V_EXP_PLANE,
+    V_PLANE,
+)
 
 THREADS = 128
 WARPS = 4
@@ -57,30 +70,32 @@ def grid(rows: int, heads: int, kv_heads: int) -> tuple[int, int]:
 
 def rope_store(
     q: Any, qkv: Any, arena: Any, pages: Any, streams: Any, rows: Any, q_gain: Any, k_gain: Any, cos_sin: Any,
-    eps: float, kv_heads: int, layout: Any, stream: Any = None,
+    eps: float, kv_heads: int, layout: Any, kv: str = "bf16", stream: Any = None,
 ) -> None:  # fmt: skip
     """A prompt pass: q out, keys and values into the cache at the rows' positions. rope_store_kernel documents the
     arrays.
 
-    stream: of the GPU. Raises ValueError for a head_dim or rotary dims that the kernel does not have.
+    kv: "bf16" or "fp8", what the cache's rows are made of. stream: of the GPU. Raises ValueError for a head_dim or rotary
+    dims that the kernel does not have.
     """
     (count, heads, D), rope = q.shape, 2 * cos_sin.shape[2]
-    bound = rope_store_kernel.at(D=D, H=heads, HK=kv_heads, ROPE=rope, LANES=check_rope(D, rope), layout=layout)
+    bound = rope_store_kernel.at(D=D, H=heads, HK=kv_heads, ROPE=rope, LANES=check_rope(D, rope), layout=layout, kv=kv)
     bound[grid(count, heads, kv_heads), THREADS, stream](
-        q, qkv, arena, pages, streams, rows, q_gain, k_gain, cos_sin, np.float32(eps)
+        q, qkv, arena, as_bytes(arena), pages, streams, rows, q_gain, k_gain, cos_sin, np.float32(eps)
     )
 
 
 def rope_record(
     q: Any, qkv: Any, k_record: Any, v_record: Any, streams: Any, rows: Any, depths: Any, q_gain: Any, k_gain: Any,
-    cos_sin: Any, eps: float, stream: Any = None,
+    cos_sin: Any, eps: float, kv: str = "bf16", stream: Any = None,
 ) -> None:  # fmt: skip
     """A decode launch: q out, keys and values into the window record. rope_record_kernel documents the arrays.
 
-    stream: of the GPU. Raises ValueError for a head_dim or rotary dims that the kernel does not have.
+    kv: of the cache that the rows may be kept in. stream: of the GPU. Raises ValueError for a head_dim or rotary dims that
+    the kernel does not have.
     """
     (count, heads, D), kv_heads, rope = q.shape, k_record.shape[1], 2 * cos_sin.shape[2]
-    bound = rope_record_kernel.at(D=D, H=heads, HK=kv_heads, ROPE=rope, LANES=check_rope(D, rope))
+    bound = rope_record_kernel.at(D=D, H=heads, HK=kv_heads, ROPE=rope, LANES=check_rope(D, rope), kv=kv)
     bound[grid(count, heads, kv_heads), THREADS, stream](
         q, qkv, k_record, v_record, streams, rows, depths, q_gain, k_gain, cos_sin, np.float32(eps)
     )
@@ -88,15 +103,16 @@ def rope_record(
 
 @kernel
 def rope_store_kernel(
-    q, qkv, arena, pages, streams, rows, q_gain, k_gain, cos_sin, eps, *, D, H, HK, ROPE, LANES, layout
+    q, qkv, arena, exponents, pages, streams, rows, q_gain, k_gain, cos_sin, eps,
+    *, D, H, HK, ROPE, LANES, layout, kv
 ):  # fmt: skip
     """Row r of a stream stands at position COMMITTED + r - FIRST; its key and value go there. Launch: ``grid``, 128
     threads.
 
-    q: bf16 [W, H, D], written. qkv: bf16 [W, (2·H + 2·HK)·D]. arena: uint32 [words], written. pages: int32 [entries].
-    streams: int64 [S, 11], of the layer. rows: int32 [W], row -> stream. q_gain, k_gain: float32 [D], effective gains.
-    cos_sin: float32 [positions, 2, ROPE/2], see rope_table. eps: float32. LANES: lanes between the elements of a rotary
-    pair.
+    q: bf16 [W, H, D], written. qkv: bf16 [W, (2·H + 2·HK)·D]. arena: uint32 [words], written; exponents: the same memory
+    as uint8. pages: int32 [entries]. streams: int64 [S, 11], of the layer. rows: int32 [W], row -> stream. q_gain,
+    k_gain: float32 [D], effective gains. cos_sin: float32 [positions, 2, ROPE/2], see rope_table. eps: float32. LANES:
+    lanes between the elements of a rotary pair.
     """
     words = cuda.local.array(D // 64, uint32)  # [pairs of elements of this lane]
     row, head = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y) * WARPS + int64(cuda.threadIdx.x) // 32
@@ -111,27 +127,28 @@ def rope_store_kernel(
     elif head < H + HK:
         kv_head = head - H
         ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
-        k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
+        page_words = streams[stream, PAGE_WORDS]
         start, slot = layout.locate(position, streams[stream, BASE], streams[stream, TABLE], ptok, pages, page_words)
-        target = start + (kv_head * ptok + slot) * (D // 2) + lane_word
+        plane_row = kv_head * ptok + slot
         key_word = H * D + kv_head * (D // 2) + lane_word
         normed_head(words, qkv, k_gain, row, key_word, lane_word, eps, D=D)
         rotate_head(words, cos_sin, position, lane_word, D=D, ROPE=ROPE, LANES=LANES)
-        for i in range(D // 64):
-            arena[target + k_plane + i] = words[i]
+        k_plane, k_exp_plane = streams[stream, K_PLANE], streams[stream, K_EXP_PLANE]
+        store_cached(arena, exponents, words, start, k_plane, k_exp_plane, plane_row, D=D, kv=kv)
         load_row(words, qkv, row, key_word + HK * (D // 2), D=D)
-        for i in range(D // 64):
-            arena[target + v_plane + i] = words[i]
+        v_plane, v_exp_plane = streams[stream, V_PLANE], streams[stream, V_EXP_PLANE]
+        store_cached(arena, exponents, words, start, v_plane, v_exp_plane, plane_row, D=D, kv=kv)
 
 
 @kernel
 def rope_record_kernel(
-    q, qkv, k_record, v_record, streams, rows, depths, q_gain, k_gain, cos_sin, eps, *, D, H, HK, ROPE, LANES
+    q, qkv, k_record, v_record, streams, rows, depths, q_gain, k_gain, cos_sin, eps, *, D, H, HK, ROPE, LANES, kv
 ):
     """A row stands at position COMMITTED + depth - 1; its key and value go to its row of the record. Launch:
     ``grid``, 128 threads.
 
-    k_record, v_record: bf16 [W, HK, D], written. depths: int32 [W], rows of the row's path, itself included. The
+    k_record, v_record: bf16 [W, HK, D], written; with kv "fp8" as an fp8 cache will give them back, so that a drafted row
+    sees what it will see once they are kept. depths: int32 [W], rows of the row's path, itself included. The
     others as rope_store_kernel.
     """
     words = cuda.local.array(D // 64, uint32)  # [pairs of elements of this lane]
@@ -148,8 +165,12 @@ def rope_record_kernel(
         key_word = H * D + kv_head * (D // 2) + lane_word
         normed_head(words, qkv, k_gain, row, key_word, lane_word, eps, D=D)
         rotate_head(words, cos_sin, position, lane_word, D=D, ROPE=ROPE, LANES=LANES)
+        if kv == "fp8":
+            through_fp8(words, D=D)
         store_row(k_record, words, row, kv_head, lane_word, D=D)
         load_row(words, qkv, row, key_word + HK * (D // 2), D=D)
+        if kv == "fp8":
+            through_fp8(words, D=D)
         store_row(v_record, words, row, kv_head, lane_word, D=D)
 
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from backends.layout import Layout, paged_p256
 from refengine.contract import caches
-from refengine.contract.caches import StreamRows
+from refengine.contract.caches import PLANES, StreamRows
 from refengine.contract.workbench import BF16, NAN
 
-__all__ = ["BF16", "NAN_WORD", "Cache", "StreamRows", "build_cache", "p256_or"]
+__all__ = ["BF16", "NAN_WORD", "PLANES", "Cache", "StreamRows", "build_cache", "p256_or"]
 
 NAN_WORD = np.uint32(NAN.word)
 """Two bf16 NaNs that no kernel writes: what unused words hold."""

@@ -119,7 +119,7 @@ def test_the_guards_find_an_input_that_was_written():
 
 
 def test_a_poison_that_changes_nothing_is_refused():
-    held = np.zeros(4, bool)
+    held = np.zeros(16, bool)
     with pytest.raises(AssertionError, match="changed nothing"):
         poison_unheld(np.full(4, NAN.word, np.uint32), held, NAN)
 

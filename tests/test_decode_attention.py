@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from buffers import Output
 from mutants import module_from
-from paging import BF16, NAN_WORD, Cache, StreamRows, build_cache, p256_or
+from paging import BF16, NAN_WORD, PLANES, Cache, StreamRows, build_cache, p256_or
 
 from backends.layout import Layout, paged, paged_p256, window
 from kernels_numba import decode_attention as module
@@ -201,7 +201,7 @@ def keep_rows(r: Rows, cache: Cache, accepted: int) -> None:
 
 
 def poison_row(cache: Cache, position: int) -> None:
-    for plane in (cache.k_plane, cache.v_plane):
+    for plane in PLANES:
         for head in range(cache.kv_heads):
             word = cache.word(0, plane, position, head, 0)
             cache.arena[word : word + cache.row_words] = NAN_WORD
@@ -292,12 +292,12 @@ def test_a_row_does_not_read_the_rows_after_it(poison):
     np.testing.assert_array_equal(bits(found[:9]), bits(reference(12, 2)[48:57]))
 
 
-@pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
+@pytest.mark.parametrize("plane", ["k", "v"])
 @pytest.mark.parametrize("position", [20, 520])
 def test_a_nan_that_is_a_key_shows(plane, position):
     r = data(12, 2)
     cache = r.cache(paged, 48, [(3, 530)])
-    cache.arena[cache.word(0, getattr(cache, plane), position, 1, 5)] = NAN_WORD
+    cache.arena[cache.word(0, plane, position, 1, 5)] = NAN_WORD
     cache.before[:] = cache.arena
     assert np.isnan(r.decode(cache).astype(np.float32)[:, 6:, 10:12]).all()
 
@@ -358,7 +358,7 @@ def test_red_a_swapped_page_table(layout, pages):
 def test_red_one_key_value_changed_by_one_bf16_step(layout, position):
     r = data(12, 2)
     cache = r.cache(*layout, [(2, 513)])
-    cache.arena[cache.word(0, cache.k_plane, position, 0, 77)] += 1
+    cache.arena[cache.word(0, "k", position, 0, 77)] += 1
     cache.before[:] = cache.arena
     assert differs(r.decode(cache), 513)
 

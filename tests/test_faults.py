@@ -355,7 +355,7 @@ def test_what_unused_slots_hold_does_not_show(length, phase):
 
 
 def test_poison_that_changes_nothing_is_noticed():
-    words, some = np.zeros(8, np.uint32), np.arange(8) < 4
+    words, some = np.zeros(8, np.uint32), np.arange(32) < 16
     poison_unheld(words, ~some, workbench.NAN)
     assert np.isnan(words[:4].view(BF16).astype(np.float32)).all() and (words[4:] == 0).all()
     with pytest.raises(AssertionError, match="the poison changed nothing"):

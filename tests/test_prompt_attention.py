@@ -220,7 +220,7 @@ def test_within_the_derived_bound(heads, first, rows):
 def test_a_nan_that_is_a_key_shows():
     p = prompt(12, 2)
     cache = p.cache(paged, 48, 17, 48)
-    cache.arena[cache.word(0, cache.v_plane, 20, 1, 5)] = NAN_WORD
+    cache.arena[cache.word(0, "v", 20, 1, 5)] = NAN_WORD
     cache.before[:] = cache.arena
     assert np.isnan(p.attend(cache).astype(np.float32)[:, 6:, 10:12]).all()
 
@@ -245,7 +245,7 @@ def test_red_a_swapped_page_table(layout):
 def test_red_one_key_value_changed_by_one_bf16_step(layout):
     p, (rows, committed) = prompt(12, 2), (17, 48)
     cache = p.cache(*layout, rows, committed)
-    cache.arena[cache.word(0, cache.k_plane, 31, 0, 77)] += 1
+    cache.arena[cache.word(0, "k", 31, 0, 77)] += 1
     cache.before[:] = cache.arena
     assert differs(p.attend(cache), rows, committed)
 

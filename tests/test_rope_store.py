@@ -235,7 +235,7 @@ def test_kept_rows_land_behind_the_committed_ones(layout, ptok):
     expected = cache_of(one, layout, ptok, sizes, stored=0)
     for stream, count in enumerate([5, 0, 0, 2]):
         for position in range(sizes[stream][1], sizes[stream][1] + count):
-            for plane, rows in ((cache.k_plane, one.key), (cache.v_plane, one.value)):
+            for plane, rows in (("k", one.key), ("v", one.value)):
                 for head in range(KV_HEADS):
                     at = cache.word(stream, plane, position, head, 0)
                     expected.arena[at : at + 128] = np.ascontiguousarray(rows[position, head]).view(np.uint32)
@@ -281,7 +281,7 @@ def test_red_a_swapped_page_table(layout, ptok):
     [
         ("COMMITTED] + row - streams[stream, FIRST]", "COMMITTED] + row"),
         ("x * cos + partner * sin if second", "x * cos - partner * sin if second"),
-        ("arena[target + v_plane + i]", "arena[target + k_plane + i]"),
+        ("words, start, v_plane, v_exp_plane", "words, start, k_plane, k_exp_plane"),
     ],
 )
 def test_red_position_sign_and_plane(old, new):

@@ -10,10 +10,11 @@ import numpy as np
 
 from backends.layout import LAYOUTS
 from kernels_numba.streams import COMMITTED as COMMITTED_COLUMN
-from refengine.contract.caches import Cache, StreamRows, build_cache
+from refengine.contract.caches import Cache, StreamRows, build_cache, has_window
 from refengine.contract.entry import Control, Entry, Inputs
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.workbench import Array, Poison, drawn_bf16
+from refengine.verify import fp8_oracle
 from refengine.verify.attention_bits import Heads
 
 ROWS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 256, 257, 4096)
@@ -22,8 +23,13 @@ PAGE_SIZES = (1, 16, 48, 64, 128, 256, 512, 544)
 GROUPS = (1, 3, 4, 6, 8, 12)
 FORMS = (("window", 0), ("paged", 48), ("paged_p256", 256))
 """Each form of cache: its layout, and positions a page."""
+MIXED = ("mixed", 48)
+"""Windows and pages in one launch, stream by stream."""
 MOST_EXACT = 48
 """Rows of a case that are held against float64; more are sampled, the first and the last among them."""
+
+
+WIDENED = "widened"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class AttentionCase:
     """Streams of (rows, committed) on a form of cache.
 
     layout: by name. ptok: positions a page. first_page: the lowest page id. number: which of the drawn streams the first is.
+    kv: "bf16", "fp8", or WIDENED, a bf16 cache of the rows that an fp8 cache gives back.
     """
 
     geometry: Heads
@@ -39,11 +46,28 @@ class AttentionCase:
     streams: tuple[tuple[int, int], ...]
     first_page: int = 0
     number: int = 0
+    kv: str = "bf16"
+
+    @property
+    def cache_kv(self) -> str:
+        """What the cache's rows are made of."""
+        return "fp8" if self.kv == "fp8" else "bf16"
+
+    @property
+    def as_bf16(self) -> str:
+        """The kv of a case whose bf16 cache holds this one's rows."""
+        return "bf16" if self.kv == "bf16" else WIDENED
 
     @property
     def firsts(self) -> list[int]:
         """First row of each stream in the launch."""
         return [int(n) for n in np.cumsum([0] + [rows for rows, _ in self.streams])[:-1]]
+
+    def positions_a_page(self, stream: int) -> int:
+        """Positions a page of a stream; 0: it has a window."""
+        if self.layout == "window" or (self.layout == "mixed" and has_window(stream)):
+            return 0
+        return 256 if self.layout == "paged_p256" else self.ptok
 
     @property
     def total(self) -> int:
@@ -58,10 +82,11 @@ class AttentionCase:
     @property
     def group(self) -> str:
         """Cases of one group share kernels and data."""
-        return f"{self.geometry} {self.layout} {max(committed for _, committed in self.streams)}"
+        return f"{self.geometry} {self.layout} {self.kv} {max(committed for _, committed in self.streams)}"
 
     def __str__(self) -> str:
-        form = self.layout + (f" P={self.ptok}" if self.layout == "paged" else "")
+        form = self.layout + (f" P={self.ptok}" if self.layout in ("paged", "mixed") else "")
+        form += f" {self.kv}" if self.kv != "bf16" else ""
         rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
         far = f" pages from {self.first_page}" if self.first_page else ""
         return f"{self.geometry} {form} W={rows} p0={committed}{far}"
@@ -116,9 +141,17 @@ def sampled(rows: int) -> Array:
 
 
 def case_data(case: AttentionCase, seed: int) -> list[tuple[Array, Array, Array]]:
-    """(q, k, v) of each stream's positions."""
+    """(q, k, v) of each stream's positions; k and v as the cache gives them back."""
     length = length_for(max(rows + committed for rows, committed in case.streams))
-    return [stream_data(case.geometry, seed, case.number + n, length) for n in range(len(case.streams))]
+    read = stream_data if case.kv == "bf16" else fp8_data
+    return [read(case.geometry, seed, case.number + n, length) for n in range(len(case.streams))]
+
+
+@lru_cache(8)
+def fp8_data(geometry: Heads, seed: int, stream: int, length: int) -> tuple[Array, Array, Array]:
+    """As stream_data, keys and values through an fp8 cache."""
+    q, k, v = stream_data(geometry, seed, stream, length)
+    return q, fp8_oracle.through_fp8(k), fp8_oracle.through_fp8(v)
 
 
 def queries(case: AttentionCase, seed: int) -> Array:
@@ -132,7 +165,7 @@ def laid_out(case: AttentionCase, poison: Poison, seed: int, own_rows: bool) -> 
         StreamRows(k[: c + r * own_rows], v[: c + r * own_rows], first, r, c)
         for (_, k, v), first, (r, c) in zip(case_data(case, seed), case.firsts, case.streams, strict=True)
     ]
-    return build_cache(LAYOUTS[case.layout], case.ptok, rows, poison, first_page=case.first_page)
+    return build_cache(LAYOUTS[case.layout], case.ptok, rows, poison, first_page=case.first_page, kv=case.cache_kv)
 
 
 # --- Faults in inputs -------------------------------------------------------------------------------------------------
@@ -142,7 +175,7 @@ def plant_row(inputs: Inputs, plane: str) -> None:
     """One element of a committed K or V row of the first stream, changed by one bf16 step."""
     laid: Cache = inputs["cache"]
     position = min(31, int(laid.streams[0, COMMITTED_COLUMN]) - 1)
-    laid.arena[laid.word(0, getattr(laid, plane), position, 0, 7)] += 1
+    laid.arena[laid.word(0, plane, position, 0, 7)] += 1
 
 
 def stale_length(inputs: Inputs) -> None:
@@ -154,8 +187,8 @@ def attention_controls() -> Sequence[Control]:
     """Faults that every attention kernel must show."""
     return [
         Control("a page table whose first entry names a later page", EXACT, lambda i: i["cache"].swap_first_pages()),
-        Control("a K row changed by one bf16 step", EXACT, lambda i: plant_row(i, "k_plane")),
-        Control("a V row changed by one bf16 step", EXACT, lambda i: plant_row(i, "v_plane")),
+        Control("a K row changed by one bf16 step", EXACT, lambda i: plant_row(i, "k")),
+        Control("a V row changed by one bf16 step", EXACT, lambda i: plant_row(i, "v")),
         Control("a stale length", EXACT, stale_length),
-        Control("a K row changed after the first run", REPEATS, lambda i: plant_row(i, "k_plane")),
+        Control("a K row changed after the first run", REPEATS, lambda i: plant_row(i, "k")),
     ]

@@ -1,6 +1,6 @@
 """Caches laid out by hand: the same key and value rows as a window, as pages or as pages of 256, with poison everywhere else.
 
-Every word of the arena that holds no row is poison: unused slots, other planes, junk pages, the null page. Page ids are
+Every byte of the arena that holds no row is poison: unused slots, other planes, junk pages, the null page. Page ids are
 shuffled and never ascend; entries of a table past its last page name no page.
 """
 
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from backends.layout import Layout
 from kernels_numba import streams as columns
+from kernels_numba.fp8 import row_words
 from refengine.contract.workbench import BF16, NAN, Poison
+from refengine.verify import fp8_oracle
 
 LEADING_WORDS = 36
 """Poison words before a plane, before the pool: an address without its plane or its base meets poison."""
@@ -37,38 +39,56 @@ class StreamRows:
     committed: int
 
 
+PLANES = {"k": columns.K_PLANE, "v": columns.V_PLANE}
+"""Columns of the stream table by the plane's name."""
+EXPONENTS = {"k": columns.K_EXP_PLANE, "v": columns.V_EXP_PLANE}
+
+
 @dataclass(frozen=True)
 class Cache:
-    """A laid out cache and what a kernel takes to address it. held: bool [words], the words that hold rows."""
+    """A laid out cache and what a kernel takes to address it. held: bool [4 · words], the bytes that hold rows."""
 
     layout: Layout
+    kv: str
     arena: NDArray[np.uint32]
     pages: NDArray[np.int32]
     streams: NDArray[np.int64]
-    page_words: int
-    k_plane: int
-    v_plane: int
     kv_heads: int
-    row_words: int
+    dims: int
     held: NDArray[np.bool_]
 
-    def word(self, stream: int, plane: int, position: int, kv_head: int, word: int) -> int:
-        """The arena word of a row's word; plane: k_plane or v_plane."""
-        base, table, ptok = (int(n) for n in self.streams[stream, [columns.BASE, columns.TABLE, columns.PTOK]])
-        start, slot = base, position
-        if table >= 0:
-            start, slot = base + int(self.pages[table + position // ptok]) * self.page_words, position % ptok
-        return start + plane + (kv_head * ptok + slot) * self.row_words + word
+    @property
+    def row_words(self) -> int:
+        """Words of a row."""
+        return row_words(self.dims, self.kv)
 
-    def rows(self, stream: int, plane: int, first: int, last: int) -> NDArray[np.int64]:
-        """[last - first, kv_heads, row_words]: the arena words of positions first .. last - 1."""
-        starts = [[self.word(stream, plane, p, h, 0) for h in range(self.kv_heads)] for p in range(first, last)]
-        at = np.array(starts, np.int64).reshape(last - first, self.kv_heads)
+    def rows(self, stream: int, plane: str, first: int, last: int) -> NDArray[np.int64]:
+        """[last - first, kv_heads, row_words]: arena words of the rows of positions first .. last - 1; plane: "k" or "v"."""
+        starts, in_page = self.places(stream, first, last)
+        at = starts + int(self.streams[stream, PLANES[plane]]) + in_page * self.row_words
         return at[..., None] + np.arange(self.row_words)
 
+    def exponents(self, stream: int, plane: str, first: int, last: int) -> NDArray[np.int64]:
+        """[last - first, kv_heads]: arena bytes of the exponents of positions first .. last - 1."""
+        starts, in_page = self.places(stream, first, last)
+        return 4 * (starts + int(self.streams[stream, EXPONENTS[plane]])) + in_page
+
+    def places(self, stream: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """([n, 1] word of the page's start, [n, kv_heads] row in a plane) of positions first .. last - 1."""
+        row, position = self.streams[stream], np.arange(first, last)[:, None]
+        base, table, ptok = (int(row[n]) for n in (columns.BASE, columns.TABLE, columns.PTOK))
+        starts = np.full(position.shape, base, np.int64)
+        if table >= 0:
+            starts += self.pages[table + position // ptok].astype(np.int64) * int(row[columns.PAGE_WORDS])
+        return starts, np.arange(self.kv_heads)[None, :] * ptok + position % ptok
+
+    def word(self, stream: int, plane: str, position: int, kv_head: int, word: int) -> int:
+        """The arena word of a row's word."""
+        return int(self.rows(stream, plane, position, position + 1)[0, kv_head, word])
+
     def swap_first_pages(self) -> None:
-        """A page table whose first entry names a later page."""
-        first = int(self.streams[0, columns.TABLE])
+        """A page table whose first entry names a later page: of the first stream that has one."""
+        first = int(next((t for t in self.streams[:, columns.TABLE] if t >= 0), 0))
         self.pages[[first, first + 1]] = self.pages[[first + 1, first]]
 
 
@@ -84,10 +104,31 @@ def unordered(ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def poison_unheld(arena: NDArray[np.uint32], held: NDArray[np.bool_], poison: Poison) -> None:
-    """Fill the words that hold no row. Raises AssertionError when the bytes did not change."""
-    before = arena.copy()
-    arena[~held] = poison.word
-    assert (arena[~held] != before[~held]).all(), "the poison changed nothing"
+    """Fill the bytes that hold no row. Raises AssertionError when they did not change."""
+    memory = arena.view(np.uint8)
+    filling = poison.filled(memory.nbytes)
+    assert (memory[~held] != filling[~held]).all(), "the poison changed nothing"
+    memory[~held] = filling[~held]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A page (or window) of ``ptok`` positions of one layer: word offsets of its planes, and its words, with poison between."""
+
+    ptok: int
+    planes: tuple[int, int, int, int]
+    words: int
+
+
+def form_of(ptok: int, kv_heads: int, dims: int, kv: str) -> Form:
+    """A page that starts, ends and changes planes with poison."""
+    rows = kv_heads * ptok
+    sizes = [rows * row_words(dims, kv)] * 2 + [-(-rows // 16) * 4 if kv == "fp8" else 0] * 2
+    planes, at = [], LEADING_WORDS
+    for size in sizes:
+        planes.append(at if size else 0)
+        at += size + LEADING_WORDS if size else 0
+    return Form(ptok, (planes[0], planes[1], planes[2], planes[3]), -(-at // 4) * 4)
 
 
 def build_cache(
@@ -97,56 +138,56 @@ def build_cache(
     poison: Poison = NAN,
     padding: int | None = NO_PAGE,
     first_page: int = 0,
+    kv: str = "bf16",
 ) -> Cache:
     """Lay the streams out.
 
     ptok: positions a page (a window ignores it). padding: table entries past the end (None: the null page). first_page: the
-    lowest page id, below which no page is used.
+    lowest page id, below which no page is used. kv: "bf16", or "fp8", which holds what it gives of the rows. Layout
+    ``mixed``: the first stream and every second one after it have windows.
     """
     rng = np.random.default_rng(0)
     _, kv_heads, dims = streams[0].k.shape
-    windows = layout.name == "window"
-    ptok = max(len(s.k) for s in streams) + SLACK if windows else layout.page or ptok
-    plane_words = kv_heads * ptok * dims // 2
-    k_plane, v_plane = LEADING_WORDS, 2 * LEADING_WORDS + plane_words
-    page_words = v_plane + plane_words + LEADING_WORDS
-    needed = [max(1, -(-len(s.k) // ptok)) for s in streams]
+    capacity = max(len(s.k) for s in streams) + SLACK
+    windows = [layout.name == "window" or (layout.name == "mixed" and has_window(n)) for n in range(len(streams))]
+    page, window = (form_of(n, kv_heads, dims, kv) for n in (layout.page or ptok or 1, capacity))
+    needed = [0 if own else max(1, -(-len(s.k) // page.ptok)) for s, own in zip(streams, windows, strict=True)]
     last = first_page + sum(needed) + SPARE_PAGES
     ids = first_page + rng.permutation(last - first_page)
-    arena = np.zeros(2 * LEADING_WORDS + (last + 1) * page_words, np.uint32)
-    held = np.zeros(len(arena), np.bool_)
+    pool = 0 if all(windows) else (last + 1) * page.words
+    arena = np.zeros(2 * LEADING_WORDS + pool + sum(windows) * window.words, np.uint32)
     null = last if padding is None else padding
-    tables, rows = [null] * PADDING, []
-    for stream, count in zip(streams, needed, strict=True):
-        own, ids = unordered(ids[:count]), ids[count:]
-        base, table = (LEADING_WORDS + int(own[0]) * page_words, -1) if windows else (LEADING_WORDS, len(tables))
-        tables += [*map(int, own), *[null] * PADDING]
-        place = (base, table, ptok, page_words, k_plane, v_plane, 0, 0)
+    tables, rows, free = [null] * PADDING, [], LEADING_WORDS + pool
+    for stream, count, own in zip(streams, needed, windows, strict=True):
+        mine, ids = unordered(ids[:count]), ids[count:]
+        form, base, table = (window, free, -1) if own else (page, LEADING_WORDS, len(tables))
+        free += window.words if own else 0
+        tables += [*map(int, mine), *[null] * PADDING]
+        place = (base, table, form.ptok, form.words, *form.planes)
         rows.append((stream.first, stream.rows, stream.committed, *place))
-        for plane, data in ((k_plane, stream.k), (v_plane, stream.v)):
-            starts = row_starts(own, len(data), ptok, page_words, kv_heads, dims // 2)
-            words = LEADING_WORDS + plane + starts[..., None] + np.arange(dims // 2)
-            arena[words], held[words] = words_of(data), True
+    held = np.zeros(4 * len(arena), np.bool_)
+    laid = Cache(layout, kv, arena, np.array(tables, np.int32), np.array(rows, np.int64), kv_heads, dims, held)
+    for number, stream in enumerate(streams):
+        fill(laid, number, stream)
     poison_unheld(arena, held, poison)
-    table_of_streams = np.array(rows, np.int64)
-    return Cache(
-        layout,
-        arena,
-        np.array(tables, np.int32),
-        table_of_streams,
-        page_words,
-        k_plane,
-        v_plane,
-        kv_heads,
-        dims // 2,
-        held,
-    )
+    return laid
 
 
-def row_starts(
-    own: NDArray[np.int64], count: int, ptok: int, page_words: int, kv_heads: int, row_words: int
-) -> NDArray[np.int64]:
-    """[count, kv_heads]: the word of each row's start, from page 0 of its plane."""
-    position = np.arange(count)[:, None]
-    in_page = (np.arange(kv_heads)[None, :] * ptok + position % ptok) * row_words
-    return own[position // ptok] * page_words + in_page
+def has_window(stream: int) -> bool:
+    """Whether a stream of layout ``mixed`` has a window."""
+    return stream % 2 == 0
+
+
+def fill(laid: Cache, number: int, stream: StreamRows) -> None:
+    """Put a stream's rows where they belong."""
+    memory, held_words = laid.arena.view(np.uint8), laid.held.reshape(-1, 4)
+    for plane, data in (("k", stream.k), ("v", stream.v)):
+        words = laid.rows(number, plane, 0, len(data))
+        held_words[words] = True
+        if laid.kv == "bf16":
+            laid.arena[words] = words_of(data)
+        else:
+            codes, exponents = fp8_oracle.narrowed(data)
+            laid.arena[words] = np.ascontiguousarray(codes).view(np.uint32)
+            at = laid.exponents(number, plane, 0, len(data))
+            memory[at], laid.held[at] = exponents.view(np.uint8), True

@@ -105,7 +105,28 @@ def mutated(entry: Entry, mutant: Mutant) -> Modules:
     source = inspect.getsource(importlib.import_module(mutant.module))
     if (times := source.count(mutant.old)) != 1:
         raise UserError(f"{mutant.old!r} stands {times} times in {mutant.module}, not once")
-    return {**product_modules(entry), mutant.module: module_from(source.replace(mutant.old, mutant.new), mutant.module)}
+    planted = module_from(source.replace(mutant.old, mutant.new), mutant.module)
+    return with_users(product_modules(entry), mutant.module, planted)
+
+
+def with_users(modules: Modules, name: str, planted: ModuleType) -> Modules:
+    """The modules with one replaced, and with copies of those that import from it, at first or second hand.
+
+    An entry names its modules so that each stands before those that it imports from.
+    """
+    out, changed = {**modules, name: planted}, {name: (modules[name], planted)}
+    for user in reversed([n for n in modules if n != name]):
+        taken = {
+            key: vars(new)[key]
+            for old, new in changed.values()
+            for key, value in vars(modules[user]).items()
+            if not key.startswith("__") and key in vars(new) and value is vars(old).get(key) and callable(value)
+        }
+        if taken:
+            out[user] = module_from(inspect.getsource(modules[user]), user)
+            vars(out[user]).update(taken)
+            changed[user] = (modules[user], out[user])
+    return out
 
 
 def module_from(source: str, origin: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Kernels that write the cache: a launch's rows have places in the arena, which hold poison before; nothing else may change.
 
-Forms of cache are compared by the rows gathered from there. The places are found before a fault is planted in the page table,
-so that a row stored elsewhere is missing.
+Forms of cache are compared by the rows gathered from there: as they are read, bf16, and of an fp8 cache the exponents, too.
+The places are found before a fault is planted in the page table, so that a row stored elsewhere is missing.
 """
 
 from __future__ import annotations
@@ -13,53 +13,75 @@ import numpy as np
 
 from kernels_numba import streams as columns
 from refengine.contract.attention import AttentionCase
-from refengine.contract.caches import Cache
+from refengine.contract.caches import PLANES, Cache
 from refengine.contract.entry import Outputs
 from refengine.contract.workbench import BF16, Array, Poison, Workbench
+from refengine.verify import fp8_oracle
 
 Places = dict[str, Array]
-"""Arena words of K and V rows, int64 [rows, HK, D/2], by "k" and "v"."""
+"""Arena bytes of K and V rows, int64 [rows, HK, row bytes], by "k" and "v"; of an fp8 cache their exponents, int64 [rows,
+HK], by "k_exp" and "v_exp"."""
 
 
 def places(laid: Cache, counts: Sequence[int]) -> Places:
     """Where each stream's positions from its committed ones on lie, ``counts`` of them, stream by stream."""
-    first = laid.streams[:, columns.COMMITTED]
-    planes = {"k": laid.k_plane, "v": laid.v_plane}
-    return {
-        name: np.concatenate([laid.rows(n, plane, int(first[n]), int(first[n]) + c) for n, c in enumerate(counts)])
-        for name, plane in planes.items()
+    spans = [
+        (n, int(c), int(c) + count) for n, (c, count) in enumerate(zip(laid.streams[:, columns.COMMITTED], counts))
+    ]
+    words = {name: np.concatenate([laid.rows(n, name, *span) for n, *span in spans]) for name in PLANES}
+    own = {
+        name: (4 * at[..., None] + np.arange(4)).reshape(*at.shape[:2], 4 * laid.row_words)
+        for name, at in words.items()
     }
+    if laid.kv == "fp8":
+        own |= {
+            f"{name}_exp": np.concatenate([laid.exponents(n, name, *span) for n, *span in spans]) for name in PLANES
+        }
+    return own
 
 
 def empty(laid: Cache, own: Places, poison: Poison) -> None:
     """Poison in the places of rows."""
-    for words in own.values():
-        laid.arena[words] = poison.word
+    memory = laid.arena.view(np.uint8)
+    filling = poison.filled(memory.nbytes)
+    for at in own.values():
+        memory[at] = filling[at]
 
 
 def on_bench(laid: Cache, own: Places, bench: Workbench) -> list[Any]:
     """arena, pages and streams as a kernel takes them; only the places may be written, and must be."""
-    may_write = np.zeros(laid.arena.shape, bool)
-    for words in own.values():
-        may_write[words] = True
-    return [
-        bench.changed("arena", laid.arena, may_write),
-        *(bench.input(n, getattr(laid, n)) for n in ("pages", "streams")),
-    ]
+    memory = laid.arena.view(np.uint8)
+    may_write = np.zeros(memory.shape, bool)
+    for at in own.values():
+        may_write[at] = True
+    arena = bench.changed("arena", memory, may_write).view(np.uint32)
+    return [arena, *(bench.input(n, getattr(laid, n)) for n in ("pages", "streams"))]
 
 
 def gathered(outputs: Outputs, own: Places) -> Outputs:
-    """Outputs with K and V rows, bf16 [rows, HK, D], for the arena."""
+    """Outputs with K and V rows, bf16 [rows, HK, D], and exponents for the arena."""
     arena = outputs["arena"]
-    rows = {name: np.ascontiguousarray(arena[words]).view(BF16) for name, words in own.items()}
-    return {**{name: array for name, array in outputs.items() if name != "arena"}, **rows}
+    rest = {name: array for name, array in outputs.items() if name != "arena"}
+    found = {name: np.ascontiguousarray(arena[at]) for name, at in own.items()}
+    if "k_exp" not in own:
+        return {**rest, **{name: rows.view(BF16) for name, rows in found.items()}}
+    exponents = {f"{name}_exp": found[f"{name}_exp"].view(np.int8) for name in PLANES}
+    rows = {name: fp8_oracle.widened(found[name], exponents[f"{name}_exp"]) for name in PLANES}
+    return {**rest, **rows, **exponents}
+
+
+def through_fp8(rows: Outputs) -> Outputs:
+    """What ``gathered`` gives for an fp8 cache that holds these rows, bf16 [rows, HK, D] by "k" and "v"."""
+    narrow = {name: fp8_oracle.narrowed(rows[name]) for name in PLANES}
+    wide = {name: fp8_oracle.widened(*pair) for name, pair in narrow.items()}
+    return {**wide, **{f"{name}_exp": exponents for name, (_, exponents) in narrow.items()}}
 
 
 def page_and_slot(case: AttentionCase, counts: Sequence[int], row: int) -> str:
     """In words, where the row-th row of ``places`` lies."""
-    for (_, committed), count in zip(case.streams, counts, strict=True):
+    for number, ((_, committed), count) in enumerate(zip(case.streams, counts, strict=True)):
         if row < count:
-            position, ptok = committed + row, 256 if case.layout == "paged_p256" else case.ptok
+            position, ptok = committed + row, case.positions_a_page(number)
             return f"position {position}" + (f", page {position // ptok}, slot {position % ptok}" if ptok else "")
         row -= count
     raise IndexError(row)

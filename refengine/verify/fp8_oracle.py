@@ -30,7 +30,8 @@ def narrowed(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def widened(codes: np.ndarray, e: np.ndarray) -> np.ndarray:
     """bf16 [..., D]: code · 2^e."""
-    values = np.ldexp(codes.view(E4M3).astype(np.float64), e[..., None].astype(np.int32)).astype(BF16)
+    with np.errstate(over="ignore"):  # poison for exponents
+        values = np.ldexp(codes.view(E4M3).astype(np.float64), e[..., None].astype(np.int32)).astype(BF16)
     return np.where(codes & 0x7F == 0x7F, np.uint16(0x7FFF), values.view(np.uint16)).view(BF16)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import fp8_oracle
 from .bounds import EXP2, MMA_STEP, SECOND_ORDER, U
 
 Array = NDArray[Any]
@@ -39,6 +40,14 @@ def copied(value: Array) -> Pair:
     """bf16 values that nothing may change: no two differ by less than 2^-133."""
     (value,) = wide(value)
     return value, np.full(value.shape, 2.0**-134)
+
+
+def through_fp8(value: Array, bound: Array) -> Pair:
+    """Rows [..., D] as an fp8 cache gives them back: half a step of 2^-3, or of the least code at the row's exponent."""
+    value, bound = wide(value, bound)
+    _, e = np.frexp((np.abs(value) + bound).max(axis=-1, keepdims=True) / 448)
+    least = np.ldexp(2.0**-10, np.maximum(e, fp8_oracle.LEAST))
+    return value, bound + np.maximum((np.abs(value) + bound) * 2.0**-4, least)
 
 
 def wide(*arrays: Array) -> tuple[Array, ...]:

@@ -21,6 +21,7 @@ from refengine.contract.attention import (
     COMMITTED,
     FORMS,
     GROUPS,
+    MIXED,
     PAGE_SIZES,
     AttentionCase,
     AttentionEntry,
@@ -309,7 +310,7 @@ def small_table() -> Iterator[DecodeCase]:
 
 def several_streams(geometry: Heads) -> Iterator[DecodeCase]:
     """Streams of one launch, one of them without rows, one at its start; whole groups in some and not in others."""
-    for form in FORMS:
+    for form in (*FORMS, MIXED):
         yield DecodeCase(geometry, *form, ((2, 513), (16, 64)))
         yield DecodeCase(geometry, *form, ((3, 300), (0, 64), (5, 0)))
     yield DecodeCase(geometry, "paged", 48, ((1, 511), (33, 4097), (2, 2048)))

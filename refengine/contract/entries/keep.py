@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 
 from kernels_numba import streams as columns
-from refengine.contract.attention import FORMS, PAGE_SIZES, AttentionCase, case_data, laid_out
+from kernels_numba.fp8 import KV_TYPES
+from refengine.contract.attention import FORMS, MIXED, PAGE_SIZES, AttentionCase, case_data, laid_out
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, REPEATS
-from refengine.contract.stored import empty, gathered, on_bench, page_and_slot, places
+from refengine.contract.stored import empty, gathered, on_bench, page_and_slot, places, through_fp8
 from refengine.contract.windows import path_of, path_table, spared
 from refengine.contract.workbench import NAN, Array, Poison, Workbench, bits
 from refengine.verify import oracles
 from refengine.verify.attention_bits import Heads
 
 KEEP, LAYOUT = "kernels_numba.keep", "backends.layout"
+ROWS_OF_CACHE, FP8 = "kernels_numba.cache_rows", "kernels_numba.fp8"
 REAL, SMALL, WIDE = Heads(24, 4), Heads(4, 2, 64), Heads(9, 9)
 """WIDE: a row is more than a block copies at once, and no multiple of it."""
 
@@ -57,7 +59,7 @@ class Keep(Entry):
 
     name = "keep"
     kernels = ("keep_kernel",)
-    modules = (KEEP, LAYOUT)
+    modules = (KEEP, ROWS_OF_CACHE, FP8, LAYOUT)
     axes = {"k": ("kept row", "KV head", "dim"), "v": ("kept row", "KV head", "dim")}
 
     def cases(self, full: bool) -> Sequence[KeepCase]:
@@ -96,7 +98,7 @@ class Keep(Entry):
         laid = inputs["cache"]
         place = on_bench(laid, inputs["own"], bench)
         rest = [bench.input(name, inputs[name]) for name in ("paths", "last", "kept", "k_record", "v_record")]
-        modules[KEEP].keep(*place, *rest, max(case.kept) + 1, modules[LAYOUT].LAYOUTS[case.layout])
+        modules[KEEP].keep(*place, *rest, max(case.kept) + 1, modules[LAYOUT].LAYOUTS[case.layout], case.cache_kv)
 
     def view(self, inputs: Inputs, outputs: Outputs) -> Outputs:
         return gathered(outputs, inputs["own"])
@@ -111,6 +113,9 @@ class Keep(Entry):
         seed, form = inputs["seed"], FORMS[1] if case.layout == "window" else FORMS[0]
         other = replace(case, layout=form[0], ptok=form[1], first_page=0)
         yield f"the same on {form[0]}", run(other, self.inputs(other, NAN, seed))
+        if case.kv == "fp8":
+            rows = {name: inputs[f"{name}_record"][case.kept_rows()] for name in ("k", "v")}
+            yield "the record's rows, narrowed by NumPy", through_fp8(rows)
         streams = enumerate(zip(case.streams, case.kept, strict=True))
         alone = [replace(case, streams=(s,), kept=(k,), number=case.number + n) for n, (s, k) in streams if k]
         found = [run(one, self.inputs(one, NAN, seed)) for one in alone]
@@ -156,13 +161,14 @@ def control_table() -> Iterator[KeepCase]:
     yield KeepCase(SMALL, "paged", 16, ((7, 13), (16, 40)), kept=(3, 5), tree=True)
     yield one(WIDE, ("paged_p256", 256), 3, 255, 2)
     yield one(Heads(1, 1, 64), ("paged", 1), 3, 2, 2, first_page=65_530)
+    yield from (one(Heads(6, 6, D), ("paged", 16), 5, 13, 4, kv="fp8") for D in (64, 128, 256))
 
 
 def full_table() -> Iterator[KeepCase]:
     """Windows and committed lengths of the real heads on every form and page size, as chains and as trees."""
     windows = ((1, 0, 1), (16, 48, 9), (128, 255, 128), (65, 2047, 64))
-    for (rows, committed, kept), form in product(windows, FORMS):
-        yield one(REAL, form, rows, committed, kept)
+    for (rows, committed, kept), form, kv in product(windows, FORMS, KV_TYPES):
+        yield one(REAL, form, rows, committed, kept, kv=kv)
     for size, (rows, committed, kept) in product(PAGE_SIZES, windows):
         yield one(REAL, ("paged", size), rows, committed, kept)
     yield from (one(REAL, form, 128, 250, 8, tree=True) for form in FORMS)
@@ -176,6 +182,7 @@ def small_table() -> Iterator[KeepCase]:
     yield from (one(SMALL, ("paged", size), 19, 40, 17) for size in PAGE_SIZES)
     yield from (one(Heads(4, 1, D), form, 6, 44, 5) for D, form in product((64, 128, 256), FORMS))
     yield one(REAL, ("paged", 48), 3, 46, 3)
-    for form in FORMS:
+    for form in (*FORMS, MIXED):
         yield KeepCase(SMALL, *form, ((5, 46), (4, 0), (0, 9), (3, 255)), kept=(5, 0, 0, 2))
+        yield KeepCase(SMALL, *form, ((5, 46), (4, 0), (0, 9), (3, 255)), kept=(5, 0, 0, 2), kv="fp8")
     yield from control_table()

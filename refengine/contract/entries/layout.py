@@ -38,14 +38,16 @@ def locate_kernel(out, positions, pages, base, table, ptok, page_words, *, layou
 
 @dataclass(frozen=True)
 class AddressCase:
-    """Positions over all of PAGE_IDS' pages of ``ptok`` positions and ``page_words`` words."""
+    """Positions over all of PAGE_IDS' pages of ``ptok`` positions and ``page_words`` words; or of one window of them."""
 
     layout: str
     ptok: int
     page_words: int
+    window: bool = False
 
     def __str__(self) -> str:
-        return f"{self.layout} P={self.ptok} page of {self.page_words} words"
+        form = f"{self.layout} window" if self.layout == "mixed" and self.window else self.layout
+        return f"{form} P={self.ptok} page of {self.page_words} words"
 
 
 @contract
@@ -60,16 +62,22 @@ class Locate(Entry):
     def cases(self, full: bool) -> Sequence[AddressCase]:
         sizes = (1, 16, 48, 64, 128, 256, 512, 544)
         paged = [AddressCase("paged", size, words) for size in sizes for words in (16_384, 262_144)]
-        return [AddressCase("window", 9000, 1), *paged, AddressCase("paged_p256", 256, 262_144)]
+        windows = [AddressCase(layout, 9000, 1, window=True) for layout in ("window", "mixed")]
+        return [*windows, *paged, AddressCase("paged_p256", 256, 262_144), AddressCase("mixed", 48, 262_144)]
 
     def control_cases(self) -> Sequence[AddressCase]:
-        return [AddressCase("paged", 48, 262_144), AddressCase("paged_p256", 256, 262_144)]
+        return [AddressCase(name, size, 262_144) for name, size in (("paged", 48), ("paged_p256", 256), ("mixed", 48))]
 
     def inputs(self, case: AddressCase, poison: Poison, seed: int) -> Inputs:
-        last = case.ptok * (len(PAGE_IDS) if case.layout != "window" else 1)
+        last = case.ptok * (1 if case.window else len(PAGE_IDS))
         positions = np.unique(np.concatenate([np.arange(last - 1, -1, -max(1, last // 97)), [0, last - 1]]))
         pages = np.concatenate([np.full(3, 10**6), PAGE_IDS, np.full(2, 10**6)]).astype(np.int32)
-        return {"positions": positions.astype(np.int64), "pages": pages, "base": 4 * FAR + 36, "table": 3}
+        return {
+            "positions": positions.astype(np.int64),
+            "pages": pages,
+            "base": 4 * FAR + 36,
+            "table": -1 if case.window else 3,
+        }
 
     def launch(self, case: AddressCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         layout = layouts(modules[LAYOUT])[case.layout]
@@ -89,8 +97,8 @@ class Locate(Entry):
     ) -> Iterator[tuple[str, Outputs]]:
         wanted = [address(case, inputs, int(position)) for position in inputs["positions"]]
         yield "integers of no width", {"out": np.array(wanted, np.int64)}
-        if case.layout == "paged_p256":
-            yield "pages of 256", run(AddressCase("paged", 256, case.page_words), inputs)
+        if case.layout in ("paged_p256", "mixed") and not case.window:
+            yield "layout paged", run(AddressCase("paged", case.ptok, case.page_words), inputs)
 
     def controls(self) -> Sequence[Control]:
         return [
@@ -106,7 +114,7 @@ def layouts(module: ModuleType) -> dict[str, Any]:
 
 def address(case: AddressCase, inputs: Inputs, position: int) -> tuple[int, int]:
     """(start, slot) of a position."""
-    if case.layout == "window":
+    if case.window:
         return inputs["base"], position
     entry, slot = divmod(position, case.ptok)
     return inputs["base"] + int(inputs["pages"][inputs["table"] + entry]) * case.page_words, slot

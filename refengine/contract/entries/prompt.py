@@ -12,6 +12,7 @@ from refengine.contract.attention import (
     COMMITTED,
     FORMS,
     GROUPS,
+    MIXED,
     PAGE_SIZES,
     ROWS,
     AttentionCase,
@@ -149,6 +150,6 @@ def small_table() -> Iterator[AttentionCase]:
 
 def several_streams(geometry: Heads) -> Iterator[AttentionCase]:
     """Streams of one launch, one of them without rows, one at its start."""
-    for form in FORMS:
+    for form in (*FORMS, MIXED):
         yield AttentionCase(geometry, *form, ((9, 50), (33, 7)))
         yield AttentionCase(geometry, *form, ((5, 300), (0, 64), (17, 0)))

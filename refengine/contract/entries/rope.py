@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 
 from kernels_numba import streams as columns
-from refengine.contract.attention import COMMITTED, PAGE_SIZES, AttentionCase, laid_out
+from kernels_numba.fp8 import KV_TYPES
+from refengine.contract.attention import COMMITTED, MIXED, PAGE_SIZES, AttentionCase, laid_out
 from refengine.contract.attention import FORMS as CACHE_FORMS
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, REPEATS
-from refengine.contract.stored import empty, gathered, on_bench, page_and_slot, places
+from refengine.contract.stored import empty, gathered, on_bench, page_and_slot, places, through_fp8
 from refengine.contract.windows import path_of
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench, bits, drawn, drawn_bf16
 from refengine.verify import oracles
 from refengine.verify.attention_bits import Heads
 
 ROPE, LAYOUT = "kernels_numba.rope_store", "backends.layout"
+ROWS_OF_CACHE, FP8 = "kernels_numba.cache_rows", "kernels_numba.fp8"
 RECORD = ("record", 0)
 """The form that is no cache: the window record of a decode launch."""
 FORMS = (*CACHE_FORMS, RECORD)
@@ -34,6 +36,8 @@ REAL, SMALL = Heads(24, 4), Heads(6, 2, 64)
 ROWS = (1, 16, 17, 33, 129)
 EPS = 1e-6
 PASS_ROWS = 7
+READ = ("q", "k", "v")
+"""Outputs of every form; an fp8 cache has its exponents besides."""
 SPARE_POSITIONS = 2
 """Positions of the cos and sin table after the last row's: poison."""
 
@@ -70,7 +74,7 @@ class RopeStore(Entry):
 
     name = "rope_store"
     kernels = ("rope_store_kernel", "rope_record_kernel")
-    modules = (ROPE, LAYOUT)
+    modules = (ROPE, ROWS_OF_CACHE, FP8, LAYOUT)
     axes = {"q": ("row", "head", "dim"), "k": ("row", "KV head", "dim"), "v": ("row", "KV head", "dim")}
 
     def cases(self, full: bool) -> Sequence[RopeCase]:
@@ -111,11 +115,11 @@ class RopeStore(Entry):
         if case.layout == RECORD[0]:
             k, v = (bench.output(name, (rows, geometry.kv_heads, geometry.head_dim), BF16) for name in ("k", "v"))
             streams, depths = bench.input("streams", laid.streams), bench.input("depths", inputs["depths"])
-            module.rope_record(q, qkv, k, v, streams, of_rows, depths, *norms, EPS)
+            module.rope_record(q, qkv, k, v, streams, of_rows, depths, *norms, EPS, case.cache_kv)
         else:
             place = on_bench(laid, inputs["own"], bench)
             layout = modules[LAYOUT].LAYOUTS[case.layout]
-            module.rope_store(q, qkv, *place, of_rows, *norms, EPS, geometry.kv_heads, layout)
+            module.rope_store(q, qkv, *place, of_rows, *norms, EPS, geometry.kv_heads, layout, case.cache_kv)
 
     def view(self, inputs: Inputs, outputs: Outputs) -> Outputs:
         return gathered(outputs, inputs["own"]) if "arena" in outputs else outputs
@@ -123,24 +127,34 @@ class RopeStore(Entry):
     def exact(self, case: RopeCase, inputs: Inputs) -> Bounds:
         query, key, value = parts(case.geometry, inputs["qkv"])
         turns = inputs["cos_sin"][case.positions]
-        return {
+        bounds = {
             "q": oracles.rotated_heads(query, inputs["q_gain"], turns, EPS),
             "k": oracles.rotated_heads(key, inputs["k_gain"], turns, EPS),
             "v": oracles.copied(value),
         }
+        stored = {name: oracles.through_fp8(*bounds[name]) for name in ("k", "v")} if case.kv == "fp8" else {}
+        return {**bounds, **stored}
 
     def twins(
         self, case: RopeCase, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]
     ) -> Iterator[tuple[str, Outputs]]:
         if not case.tree:
             other = in_form(case, FORMS[1] if case.layout == "window" else FORMS[0])
-            yield f"the same on {other.layout}", run(other, {**inputs, **room(other, NAN, inputs["seed"])})
+            found = run(other, {**inputs, **room(other, NAN, inputs["seed"])})
+            names = READ if case.layout == RECORD[0] else tuple(found)
+            yield f"the same on {other.layout}", {name: found[name] for name in names}
+            if case.kv == "fp8":
+                wide = replace(in_form(case, RECORD), kv="bf16")
+                rows = run(wide, {**inputs, **room(wide, NAN, inputs["seed"])})
+                stored = {"q": rows["q"], **through_fp8(rows)}
+                yield "rows of bf16, narrowed by NumPy", {name: stored[name] for name in names}
             record = in_form(case, FORMS[1] if case.layout == RECORD[0] else RECORD)
-            yield f"the same on {record.layout}", run(record, {**inputs, **room(record, NAN, inputs["seed"])})
+            found = run(record, {**inputs, **room(record, NAN, inputs["seed"])})
+            yield f"the same on {record.layout}", {name: found[name] for name in READ}
         size = 1 if case.total <= 16 or case.tree else PASS_ROWS
-        found = [run(one_pass, own) for one_pass, own in passes(case, inputs, size)]
+        parts = [run(one_pass, own) for one_pass, own in passes(case, inputs, size)]
         each = "each row alone" if size == 1 else f"passes of {size} rows"
-        yield f"{each} on a window", {n: np.concatenate([out[n] for out in found]) for n in found[0]}
+        yield f"{each} on a window", {n: np.concatenate([out[n] for out in parts]) for n in READ}
 
     def place(self, output: str, index: Sequence[int], case: RopeCase) -> str:
         where = super().place(output, index, case)
@@ -234,6 +248,8 @@ def control_table() -> Iterator[RopeCase]:
     yield one(Heads(5, 1), RECORD, 5, 44, rope=64)
     yield one(REAL, RECORD, 65, 100, rope=64)
     yield one(Heads(1, 1, 64), ("paged", 1), 3, 2, first_page=65_530)
+    yield from (one(Heads(2, 3, D), ("paged", 16), 5, 14, kv="fp8") for D in (64, 128, 256))
+    yield one(Heads(2, 1, 64), RECORD, 3, 14, kv="fp8")
 
 
 def full_table() -> Iterator[RopeCase]:
@@ -242,8 +258,9 @@ def full_table() -> Iterator[RopeCase]:
         yield one(REAL, form, rows, committed, rope=64)
     for size, (rows, committed) in product(PAGE_SIZES, ((17, 48), (129, 255), (33, 9000))):
         yield one(Heads(6, 2), ("paged", size), rows, committed, rope=64)
-    for (D, rope), form in product(ROTARY, FORMS):
-        yield one(Heads(24, 4, D), form, 17, 250, rope=rope)
+    for (D, rope), form, kv in product(ROTARY, FORMS, KV_TYPES):
+        yield one(Heads(24, 4, D), form, 17, 250, rope=rope, kv=kv)
+    yield from (one(REAL, form, 129, 2047, rope=64, kv="fp8") for form in FORMS)
     yield from small_table()
 
 
@@ -256,6 +273,9 @@ def small_table() -> Iterator[RopeCase]:
         yield one(Heads(4, 1, D), FORMS[(n + 1) % 4], 5, 255, rope=rope)
     yield from (one(SMALL, ("paged", size), 19, 40) for size in PAGE_SIZES)
     yield one(REAL, ("paged", 48), 3, 46, rope=64)
-    for form in FORMS:
+    for form in (*FORMS, MIXED):
         yield RopeCase(SMALL, *form, ((5, 40), (0, 9), (1, 255), (20, 0)))
+        yield RopeCase(SMALL, *form, ((5, 40), (0, 9), (1, 255), (20, 0)), kv="fp8")
+    for D, form in zip((64, 128, 256), FORMS, strict=False):
+        yield one(Heads(3, 2, D), form, 7, 44, kv="fp8")
     yield from control_table()

@@ -1,0 +1,70 @@
+"""A batch: the rows of one pass over several streams, as kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from backends.stream import Stream
+from kernels_numba.streams import ROWS, TABLE
+
+PROMPT, DECODE = "prompt", "decode"
+
+
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """The norms of an attention layer's queries and keys: effective gains float32 [D], and eps."""
+
+    q: Any
+    k: Any
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The rows of one pass. rows: W rows, streams one after the other.
+
+    table: int64 [S, 11], the stream table on the host; streams: int64 [L, S, 11] on the device, one for each attention layer
+    (if there are none, one without planes); owners: int32 [W], row -> stream; slots: int32 [S], place of the recurrent state.
+    For decode: paths int32 [W, 128] and depths int32 [W], the window rows that a row sees; plan and scratch, how the launch is
+    cut. drafted: the rows are drafts, of which ``finish`` keeps what it is told; parents: of each stream's rows then, and
+    schedule, the order in which the recurrent layers take them. linear: what a drafted pass holds of each linear layer until
+    then, by layer.
+    """
+
+    phase: str
+    members: tuple[Stream, ...]
+    table: np.ndarray
+    streams: Any
+    owners: Any
+    slots: Any
+    paths: Any = None
+    depths: Any = None
+    plan: Any = None
+    scratch: Any = None
+    parents: tuple[tuple[int, ...], ...] | None = None
+    schedule: Any = None
+    linear: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return int(self.table[:, ROWS].sum())
+
+    @property
+    def drafted(self) -> bool:
+        return self.parents is not None
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether a stream with rows in this pass is on pages."""
+        return bool(((self.table[:, TABLE] >= 0) & (self.table[:, ROWS] > 0)).any())
+
+    def path(self, stream: int, row: int) -> list[int]:
+        """Window rows from the root to ``row`` of a stream's window; -1: none."""
+        path: list[int] = []
+        while row >= 0:
+            path.insert(0, row)
+            row = row - 1 if self.parents is None else self.parents[stream][row]
+        return path
