@@ -267,7 +267,18 @@ class Backend(ABC):
         q = self.xp.empty((batch.rows, shape.heads, shape.head_dim), dtype=BF16)
         if batch.phase == PROMPT:
             rope_store.rope_store(
-                q, qkv, *address, streams, batch.owners, norms.q, norms.k, rope, norms.eps, shape.kv_heads, self.layout
+                q,
+                qkv,
+                *address,
+                streams,
+                batch.owners,
+                norms.q,
+                norms.k,
+                rope,
+                norms.eps,
+                shape.kv_heads,
+                self.layout,
+                self.sizes.kv,
             )
         else:
             rope_store.rope_record(
@@ -281,6 +292,7 @@ class Backend(ABC):
                 norms.k,
                 rope,
                 norms.eps,
+                self.sizes.kv,
             )
         return q
 
@@ -306,10 +318,12 @@ class Backend(ABC):
         """One launch a stream."""
         shape = self.shape
         per_block = prompt_attention.heads_per_block(shape.heads // shape.kv_heads)
-        bound = prompt_attention.prompt_attention.at(D=shape.head_dim, HPC=per_block, layout=self.layout)
+        bound = prompt_attention.prompt_attention.at(
+            D=shape.head_dim, HPC=per_block, layout=self.layout, kv=self.sizes.kv
+        )
         for number, rows in enumerate(batch.table[:, ROWS]):
             grid, threads, shared = prompt_attention.launch_shape(
-                int(rows), shape.heads, shape.kv_heads, shape.head_dim
+                int(rows), shape.heads, shape.kv_heads, shape.head_dim, self.sizes.kv
             )
             bound[grid, threads, None, shared](out, q, *address, number, shape.heads, shape.kv_heads, scale)
 
@@ -325,7 +339,7 @@ class Backend(ABC):
             for layer in self.shape.attention_layers:
                 keep.keep(
                     self.arena.words, self.pages, self.layer_streams(layer, batch), batch.paths, ends, kept,
-                    *self.record(layer, batch), int(batch.table[:, ROWS].max(initial=0)), self.layout,
+                    *self.record(layer, batch), int(batch.table[:, ROWS].max(initial=0)), self.layout, self.sizes.kv,
                 )  # fmt: skip
         for stream, rows in zip(batch.members, batch.table[:, ROWS]):
             stream.committed += int(rows)

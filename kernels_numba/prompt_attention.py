@@ -1,11 +1,13 @@
 """Prompt attention: every row of a prompt pass attends to all keys up to its own position. Spec attention §1.
 
 A block keeps 16 · 8/HPC query rows of HPC heads of one KV head and walks the keys in tiles of 64. A row's sums depend
-on its own keys alone: not on the pass, its neighbours or the form of cache, which decides addresses and nothing else.
+on its own keys alone: not on the pass, its neighbours or the form of cache, which decides addresses and nothing else. An
+fp8 cache's rows are widened to bf16 on their way and then summed as those of a bf16 cache. Spec attention §4.
 """
 
 from __future__ import annotations
 
+from kernels_numba.fp8 import exponent_at, row_words, widen_pair
 from kernels_numba.machine import (
     count,
     cp_async16,
@@ -28,7 +30,19 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.portable_math import exp_to_one
-from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, ROWS, TABLE, V_PLANE
+from kernels_numba.streams import (
+    BASE,
+    COMMITTED,
+    FIRST,
+    K_EXP_PLANE,
+    K_PLANE,
+    PAGE_WORDS,
+    PTOK,
+    ROWS,
+    TABLE,
+    V_EXP_PLANE,
+    V_PLANE,
+)
 
 THREADS = 256
 WARPS = 8
@@ -61,8 +75,13 @@ def query_words(D: int) -> int:
 
 
 def slot_words(D: int) -> int:
-    """Words of shared memory an item takes."""
+    """Words of shared memory an item takes as bf16."""
     return ITEM * D // 2
+
+
+def staged_words(D: int, kv: str) -> int:
+    """Words of an item as it comes from the cache."""
+    return ITEM * row_words(D, kv)
 
 
 def slots(D: int) -> int:
@@ -70,12 +89,24 @@ def slots(D: int) -> int:
     return min(8, (STAGING_BYTES // 4 - query_words(D)) // slot_words(D))
 
 
-def shared_bytes(D: int) -> int:
-    """Bytes of shared memory a block: [queries][NS slots]."""
+def wide_at(D: int) -> int:
+    """Word of shared memory where an fp8 item lies widened, after the slots it came through."""
+    return query_words(D) + slots(D) * staged_words(D, "fp8")
+
+
+def exponents_at(D: int) -> int:
+    """Word of shared memory where the exponents of the slots' rows begin, [NS, 32], each + 128."""
+    return wide_at(D) + slot_words(D)
+
+
+def shared_bytes(D: int, kv: str = "bf16") -> int:
+    """Bytes of shared memory a block: [queries][NS slots]; fp8: [queries][NS slots][widened item][exponents]."""
+    if kv == "fp8":
+        return 4 * (exponents_at(D) + slots(D) * ITEM)
     return 4 * (query_words(D) + slots(D) * slot_words(D))
 
 
-def launch_shape(rows: int, heads: int, kv_heads: int, D: int) -> tuple[tuple[int, int], int, int]:
+def launch_shape(rows: int, heads: int, kv_heads: int, D: int, kv: str = "bf16") -> tuple[tuple[int, int], int, int]:
     """(grid, threads a block, bytes of shared memory) for ``rows`` rows of one stream; no rows: an empty grid.
 
     Raises ValueError when kv_heads does not divide heads, or D is none of 64, 128, 256.
@@ -87,7 +118,7 @@ def launch_shape(rows: int, heads: int, kv_heads: int, D: int) -> tuple[tuple[in
     group = heads // kv_heads
     per_block = heads_per_block(group)
     block_at = WARP_ROWS * WARPS // per_block
-    return (-(-rows // block_at), kv_heads * (group // per_block)), THREADS, shared_bytes(D)
+    return (-(-rows // block_at), kv_heads * (group // per_block)), THREADS, shared_bytes(D, kv)
 
 
 # --- Staging --------------------------------------------------------------------------------------------------------
@@ -108,49 +139,115 @@ def stage_queries(memory, q, first, row0, rows, heads, head0, *, D, HPC):
 
 
 @device
-def stage_item(memory, item, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, *, D, layout):
-    """Start the copies of one item of 32 keys: 16-byte piece c of row r goes to piece c XOR (r & 7).
+def stage_item(
+    memory, item, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+    *, D, layout, kv
+):  # fmt: skip
+    """Start the copies of one item of 32 keys: 16-byte piece c of row r goes to piece c XOR (r & 7), a piece of codes to c.
 
-    k_at, v_at: word offset in a page of the KV head's first K and V row. One page lookup an item; a row past the
-    page's edge, which only a straddling layout has, is looked up for itself. Keys at or past ``keys`` are zeros, not
-    read.
+    k_at, v_at: word offset in a page of the KV head's first K and V row; k_exp_at, v_exp_at: byte offset of their
+    exponents. One page lookup an item; a row past the page's edge, which only a straddling layout has, is looked up for
+    itself. Keys at or past ``keys`` are zeros, not read.
     """
     thread = int64(cuda.threadIdx.x)
-    piece = thread % (D // 8)
-    row0 = thread // (D // 8)
+    piece = thread % (row_words(D, kv) // 4)
+    row0 = thread // (row_words(D, kv) // 4)
     part = item % 4
     key0 = item // 4 * TILE + part % 2 * ITEM
     offset = (k_at if part < 2 else v_at) + 4 * piece
     start, slot = layout.locate(min(key0, keys - 1), base, table, ptok, pages, page_words)
-    source = start + offset + (slot + row0) * (D // 2)
-    target = query_words(D) + item % slots(D) * slot_words(D) + row0 * (D // 2) + 4 * (piece ^ (row0 & 7))
+    source = start + offset + (slot + row0) * row_words(D, kv)
+    swizzled = piece if kv == "fp8" else piece ^ (row0 & 7)
+    target = query_words(D) + item % slots(D) * staged_words(D, kv) + row0 * row_words(D, kv) + 4 * swizzled
     if layout.straddles and thread == 0 and slot + min(ITEM, keys - key0) > ptok:
         count("straddles")
-    for i in range(slot_words(D) // 4 // THREADS):
-        row = row0 + i * (THREADS // (D // 8))
-        word = source + i * (THREADS // (D // 8)) * (D // 2)
+    for i in range(item_steps(D, kv)):
+        row = row0 + i * step_rows(D, kv)
+        word = source + i * step_rows(D, kv) * row_words(D, kv)
         if layout.straddles and slot + row >= ptok and key0 + row < keys:
             other, other_slot = layout.locate(key0 + row, base, table, ptok, pages, page_words)
-            word = other + offset + other_slot * (D // 2)
+            word = other + offset + other_slot * row_words(D, kv)
         present = key0 + row < keys
-        cp_async16(memory, target + i * THREADS * 4, arena, word, int32(16) if present else int32(0))
+        if step_rows(D, kv) <= ITEM or row < ITEM:
+            cp_async16(memory, target + i * THREADS * 4, arena, word, int32(16) if present else int32(0))
+    if kv == "fp8" and thread < ITEM:
+        exponents_of_page = k_exp_at if part < 2 else v_exp_at
+        byte = 4 * start + exponents_of_page + slot + thread
+        if layout.straddles and slot + thread >= ptok and key0 + thread < keys:
+            other, other_slot = layout.locate(key0 + thread, base, table, ptok, pages, page_words)
+            byte = 4 * other + exponents_of_page + other_slot
+        e = int64(0)
+        if key0 + thread < keys:
+            e = exponent_at(arena, byte)
+        memory[exponents_at(D) + item % slots(D) * ITEM + thread] = uint32(e + 128)
+
+
+def step_rows(D: int, kv: str) -> int:
+    """Rows that the threads of a block copy a piece of at a time."""
+    return THREADS // (row_words(D, kv) // 4)
+
+
+def item_steps(D: int, kv: str) -> int:
+    """Times that the threads of a block copy until an item is through."""
+    return max(1, ITEM // step_rows(D, kv))
 
 
 @device
-def next_item(memory, item, items, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, *, D, layout):
+def next_item(
+    memory, item, items, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+    *, D, layout, kv
+):  # fmt: skip
     """After an item's last use: its slot takes the item NS ahead. Always one copy group."""
     cuda.syncthreads()
     ahead = item + slots(D)
     if ahead < items:
-        stage_item(memory, ahead, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, D=D, layout=layout)
+        stage_item(
+            memory, ahead, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+            D=D, layout=layout, kv=kv,
+        )  # fmt: skip
     cp_commit()
 
 
 @device
-def await_item(*, D):
-    """Until the oldest item on its way has landed, for every thread of the block."""
+def await_item(memory, item, *, D, kv):
+    """Until the oldest item on its way has landed, for every thread of the block; codes are widened then."""
     cp_wait(slots(D) - 1)
     cuda.syncthreads()
+    if kv == "fp8":
+        widen_item(memory, item, D=D)
+        cuda.syncthreads()
+
+
+@device
+def item_at(item, *, D, kv):
+    """Word of shared memory where an item lies as bf16."""
+    return int64(wide_at(D)) if kv == "fp8" else query_words(D) + item % slots(D) * slot_words(D)
+
+
+@device
+def widen_item(memory, item, *, D):
+    """code · 2^e as bf16, a piece of 16 codes a thread at a time: two pieces of the row, c XOR (r & 7) as bf16 items lie."""
+    thread = int64(cuda.threadIdx.x)
+    piece = thread % (D // 16)
+    raw = query_words(D) + item % slots(D) * staged_words(D, "fp8")
+    for i in range(item_steps(D, "fp8")):
+        row = thread // (D // 16) + i * step_rows(D, "fp8")
+        if step_rows(D, "fp8") <= ITEM or row < ITEM:
+            e = int64(memory[exponents_at(D) + item % slots(D) * ITEM + row]) - 128
+            low = wide_at(D) + row * (D // 2) + 4 * (2 * piece ^ (row & 7))
+            high = wide_at(D) + row * (D // 2) + 4 * (2 * piece + 1 ^ (row & 7))
+            widen_piece(memory, low, high, raw + row * (D // 4) + 4 * piece, e)
+
+
+@device
+def widen_piece(memory, low, high, raw, e):
+    """16 codes from word ``raw``: the first 8 to the piece at word ``low``, the others to the one at ``high``."""
+    for n in range(2):
+        codes, more = int64(memory[raw + n]), int64(memory[raw + 2 + n])
+        memory[low + 2 * n] = widen_pair(codes, e)
+        memory[low + 2 * n + 1] = widen_pair(codes >> 16, e)
+        memory[high + 2 * n] = widen_pair(more, e)
+        memory[high + 2 * n + 1] = widen_pair(more >> 16, e)
 
 
 # --- Scores ---------------------------------------------------------------------------------------------------------
@@ -167,7 +264,7 @@ def load_queries(queries, q, first, row, rows, head, quad, *, D):
 
 
 @device
-def score_item(s, memory, queries, item, warp, lane, *, D, half):
+def score_item(s, memory, queries, item, warp, lane, *, D, half, kv):
     """Two rows of s, from 2 · half: Q · K^T over an item of 32 keys.
 
     One chain a score, from zero, dims ascending in steps of 16.
@@ -176,7 +273,7 @@ def score_item(s, memory, queries, item, warp, lane, *, D, half):
     side = lane // 8 % 2
     far = lane // 16
     q_row = (warp * WARP_ROWS + side * 8 + swizzle) * (D // 2)
-    k_row = query_words(D) + item % slots(D) * slot_words(D) + (far * 8 + swizzle) * (D // 2)
+    k_row = item_at(item, D=D, kv=kv) + (far * 8 + swizzle) * (D // 2)
     for pair in range(2 * half, 2 * half + 2):
         for i in range(8):
             s[pair, i] = float32(0.0)
@@ -289,12 +386,12 @@ def pack_weights(s, p):
 
 
 @device
-def add_values(o, memory, p, item, lane, *, D, half):
+def add_values(o, memory, p, item, lane, *, D, half, kv):
     """o += P · V over one item of 32 keys: one chain an output, keys ascending in steps of 16."""
     swizzle = lane & 7
     side = lane // 8 % 2
     far = lane // 16
-    v_row = query_words(D) + item % slots(D) * slot_words(D) + (side * 8 + swizzle) * (D // 2)
+    v_row = item_at(item, D=D, kv=kv) + (side * 8 + swizzle) * (D // 2)
     for n in range(D // 16):
         v_word = v_row + 4 * ((2 * n + far) ^ swizzle)
         for step in range(2 * half, 2 * half + 2):
@@ -320,7 +417,7 @@ def store_row(out, o, total, row, head, quad, *, D, part):
 
 
 @kernel
-def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, scale, *, D, HPC, layout):
+def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, scale, *, D, HPC, layout, kv):
     """Attention of one stream's prompt rows to its cache, which already holds the rows' own keys and values.
 
     Launch: grid, threads and shared memory from ``launch_shape``; HPC = ``heads_per_block(heads // kv_heads)``.
@@ -329,7 +426,7 @@ def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, sca
     arena: uint32 [words], the cache. pages: int32 [entries], the page tables. streams: int64 [S, 11], of the layer, see
     streams.py. stream: this launch's row of ``streams``.
     heads, kv_heads: H and HK. scale: float32, the factor of a score.
-    D: head_dim, 64, 128 or 256. HPC: 1, 2, 4 or 8. layout: a backends.layout.Layout.
+    D: head_dim, 64, 128 or 256. HPC: 1, 2, 4 or 8. layout: a backends.layout.Layout. kv: "bf16" or "fp8".
     """
     memory = cuda.shared.array(0, uint32)  # [query_words(D)] queries, then [slots(D), slot_words(D)] items
     o = cuda.local.array((D // 16, 8), float32)  # 16 dims a row: row g q0 q1, row g+8 q0 q1 of the low 8; of the high 8
@@ -347,8 +444,10 @@ def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, sca
     kv_head = int64(cuda.blockIdx.y) // (group // HPC)
     head0 = kv_head * group + int64(cuda.blockIdx.y) % (group // HPC) * HPC
     row0 = int64(cuda.blockIdx.x) * (WARP_ROWS * WARPS // HPC)
-    k_at = streams[stream, K_PLANE] + kv_head * ptok * (D // 2)
-    v_at = streams[stream, V_PLANE] + kv_head * ptok * (D // 2)
+    k_at = streams[stream, K_PLANE] + kv_head * ptok * row_words(D, kv)
+    v_at = streams[stream, V_PLANE] + kv_head * ptok * row_words(D, kv)
+    k_exp_at = 4 * streams[stream, K_EXP_PLANE] + kv_head * ptok
+    v_exp_at = 4 * streams[stream, V_EXP_PLANE] + kv_head * ptok
     keys = committed + rows
     tiles = (committed + min(row0 + WARP_ROWS * WARPS // HPC, rows) - 1) // TILE + 1
     items = 4 * tiles
@@ -369,7 +468,10 @@ def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, sca
         load_queries(queries, q, first, row, rows, head, quad, D=D)
     for item in range(slots(D)):
         if item < items:
-            stage_item(memory, item, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, D=D, layout=layout)
+            stage_item(
+                memory, item, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+                D=D, layout=layout, kv=kv,
+            )  # fmt: skip
         cp_commit()
 
     # Start: m = -inf, l = 0, o = 0.
@@ -386,18 +488,20 @@ def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, sca
         key = tile * TILE + 2 * quad
 
         # Scores, 32 keys an item.
-        await_item(D=D)
+        await_item(memory, item, D=D, kv=kv)
         if busy:
-            score_item(s, memory, queries, item, warp, lane, D=D, half=0)
+            score_item(s, memory, queries, item, warp, lane, D=D, half=0, kv=kv)
         next_item(
-            memory, item, items, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, D=D, layout=layout
-        )
-        await_item(D=D)
+            memory, item, items, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+            D=D, layout=layout, kv=kv,
+        )  # fmt: skip
+        await_item(memory, item + 1, D=D, kv=kv)
         if busy:
-            score_item(s, memory, queries, item + 1, warp, lane, D=D, half=1)
+            score_item(s, memory, queries, item + 1, warp, lane, D=D, half=1, kv=kv)
         next_item(
-            memory, item + 1, items, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, D=D, layout=layout
-        )
+            memory, item + 1, items, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+            D=D, layout=layout, kv=kv,
+        )  # fmt: skip
 
         # Fold: s becomes p, l takes the unrounded p, o is scaled, P = bf16(p).
         if busy:
@@ -407,18 +511,20 @@ def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, sca
             pack_weights(s, p)
 
         # Values, accumulated onto the scaled o.
-        await_item(D=D)
+        await_item(memory, item + 2, D=D, kv=kv)
         if busy:
-            add_values(o, memory, p, item + 2, lane, D=D, half=0)
+            add_values(o, memory, p, item + 2, lane, D=D, half=0, kv=kv)
         next_item(
-            memory, item + 2, items, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, D=D, layout=layout
-        )
-        await_item(D=D)
+            memory, item + 2, items, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+            D=D, layout=layout, kv=kv,
+        )  # fmt: skip
+        await_item(memory, item + 3, D=D, kv=kv)
         if busy:
-            add_values(o, memory, p, item + 3, lane, D=D, half=1)
+            add_values(o, memory, p, item + 3, lane, D=D, half=1, kv=kv)
         next_item(
-            memory, item + 3, items, arena, pages, base, table, ptok, page_words, k_at, v_at, keys, D=D, layout=layout
-        )
+            memory, item + 3, items, arena, pages, base, table, ptok, page_words, k_at, v_at, k_exp_at, v_exp_at, keys,
+            D=D, layout=layout, kv=kv,
+        )  # fmt: skip
 
     # End: bf16(o / l), rows of the stream only.
     if row < rows:

@@ -306,7 +306,7 @@ def launch_prompt(out: np.ndarray, q: np.ndarray, c: Cache, stream: int = 0) -> 
     """prompt_attention of one stream of a cache, scores as they are."""
     _, heads, D = q.shape
     grid, threads, shared = launch_shape(int(c.streams[stream, 1]), heads, c.kv_heads, D)
-    bound = prompt_attention.at(D=D, HPC=heads_per_block(heads // c.kv_heads), layout=c.layout)
+    bound = prompt_attention.at(D=D, HPC=heads_per_block(heads // c.kv_heads), layout=c.layout, kv=c.kv)
     place = (c.arena, c.pages, c.streams, stream, heads, c.kv_heads)
     bound[grid, threads, None, shared](out, q, *place, np.float32(1))
 

@@ -59,7 +59,7 @@ def launch(kernel, cache: Cache, stream: int, out: np.ndarray, q: np.ndarray, sc
     """Launch prompt_attention for one stream of a cache."""
     _, heads, D = q.shape
     grid, threads, shared = launch_shape(int(cache.streams[stream, 1]), heads, cache.kv_heads, D)
-    bound = kernel.at(D=D, HPC=heads_per_block(heads // cache.kv_heads), layout=cache.layout)
+    bound = kernel.at(D=D, HPC=heads_per_block(heads // cache.kv_heads), layout=cache.layout, kv=cache.kv)
     place = (cache.arena, cache.pages, cache.streams, stream)
     bound[grid, threads, None, shared](out, q, *place, heads, cache.kv_heads, scale)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from refengine.verify import bounds
 from refengine.verify.attention_bits import Heads
 from refengine.verify.attention_oracle import attend
 
-PROMPT, LAYOUT = "kernels_numba.prompt_attention", "backends.layout"
+PROMPT, FP8, LAYOUT = "kernels_numba.prompt_attention", "kernels_numba.fp8", "backends.layout"
 FAR_PAGES = AttentionCase(Heads(1, 1, 64), "paged", 1, ((5, 70),), first_page=65_530)
 """Page ids on both sides of 2^16."""
 REAL, SMALL = Heads(24, 4), Heads(12, 2)
@@ -41,7 +41,7 @@ class PromptAttention(AttentionEntry):
 
     name = "prompt_attention"
     kernels = ("prompt_attention",)
-    modules = (PROMPT, LAYOUT)
+    modules = (PROMPT, FP8, LAYOUT)
     axes = {"out": ("row", "head", "dim")}
 
     def cases(self, full: bool) -> Sequence[AttentionCase]:
@@ -54,6 +54,8 @@ class PromptAttention(AttentionEntry):
             AttentionCase(Heads(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
             FAR_PAGES,
             AttentionCase(SMALL, "paged", 48, ((257, 300),)),
+            AttentionCase(Heads(6, 1), "paged", 48, ((17, 48),), kv="fp8"),
+            *(AttentionCase(Heads(2, 2, D), "paged", 16, ((33, 70),), kv="fp8") for D in (64, 128)),
         ]
 
     def controls(self) -> Sequence[Control]:
@@ -69,9 +71,11 @@ class PromptAttention(AttentionEntry):
         layout = modules[LAYOUT].LAYOUTS[case.layout]
         out, q = bench.output("out", inputs["q"].shape, BF16), bench.input("q", inputs["q"])
         place = [bench.input(n, getattr(laid, n)) for n in ("arena", "pages", "streams")]
-        bound = module.prompt_attention.at(D=D, HPC=module.heads_per_block(heads // kv_heads), layout=layout)
+        bound = module.prompt_attention.at(
+            D=D, HPC=module.heads_per_block(heads // kv_heads), layout=layout, kv=case.cache_kv
+        )
         for stream, (rows, _) in enumerate(case.streams):
-            grid, threads, shared = module.launch_shape(rows, heads, kv_heads, D)
+            grid, threads, shared = module.launch_shape(rows, heads, kv_heads, D, case.cache_kv)
             bound[grid, threads, None, shared](out, q, *place, stream, heads, kv_heads, inputs["scale"])
 
     def exact(self, case: AttentionCase, inputs: Inputs) -> Bounds:
@@ -93,32 +97,34 @@ class PromptAttention(AttentionEntry):
         self, case: AttentionCase, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]
     ) -> Iterator[tuple[str, Outputs]]:
         parts = [self.other_pass(case, n, inputs["seed"], run) for n in range(len(case.streams))]
-        yield "each stream alone on a window, in a longer pass", {"out": np.concatenate(parts)}
+        yield "each stream alone on a window of bf16, in a longer pass", {"out": np.concatenate(parts)}
 
     def other_pass(self, case: AttentionCase, stream: int, seed: int, run: Callable[[Any, Inputs], Outputs]) -> Array:
         """A stream's rows out of a window pass from three rows earlier to two rows later."""
         rows, committed = case.streams[stream]
         before = min(3, committed)
-        longer = AttentionCase(
-            case.geometry, "window", 0, ((rows + before + 2, committed - before),), number=case.number + stream
-        )
+        streams = ((rows + before + 2, committed - before),)
+        number = case.number + stream
+        longer = AttentionCase(case.geometry, "window", 0, streams, number=number, kv=case.as_bf16)
         return run(longer, self.inputs(longer, NAN, seed))["out"][before : before + rows]
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int) -> AttentionCase:
-    return AttentionCase(geometry, *form, ((rows, committed),))
+def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int, kv: str = "bf16") -> AttentionCase:
+    return AttentionCase(geometry, *form, ((rows, committed),), kv=kv)
 
 
 def full_table() -> Iterator[AttentionCase]:
     """Every row count, committed length and form of the real heads; every page size, group and head_dim; several streams."""
     yield from (one(REAL, form, w, p) for w, p, form in product(ROWS, COMMITTED, FORMS))
+    yield from (one(REAL, form, w, p, "fp8") for w, p, form in product(ROWS[1::3], COMMITTED[::2], FORMS))
     for size, (w, p) in product(PAGE_SIZES, ((17, 48), (65, 255), (129, 2048), (257, 9000))):
         yield one(REAL, ("paged", size), w, p)
     for group, D, form, (w, p) in product(GROUPS, (64, 128, 256), FORMS, ((17, 48), (129, 257), (65, 2047))):
         yield one(Heads(2 * group, 2, D), form, w, p)
+        yield one(Heads(2 * group, 2, D), form, w, p, "fp8")
     yield from several_streams(REAL)
     yield from small_table()
 
@@ -143,6 +149,10 @@ def small_table() -> Iterator[AttentionCase]:
     yield from (one(Heads(6, 1), ("paged", size), 17, 2048 if size == 544 else 130) for size in PAGE_SIZES)
     for n, (group, D) in enumerate(product(GROUPS, (64, 128, 256))):
         yield one(Heads(group, 1, D), FORMS[n % 3], 33, 96)
+    for n, (w, p) in enumerate(((1, 300), (17, 255), (65, 48), (129, 1))):
+        yield one(Heads(6, 1), FORMS[n % 3], w, p, "fp8")
+    for size, D in zip(PAGE_SIZES, cycle((64, 128, 256)), strict=False):
+        yield one(Heads(2, 1, D), ("paged", size), 17, 70, "fp8")
     yield one(REAL, ("paged", 48), 20, 300)
     yield FAR_PAGES
     yield from several_streams(SMALL)
@@ -153,3 +163,4 @@ def several_streams(geometry: Heads) -> Iterator[AttentionCase]:
     for form in (*FORMS, MIXED):
         yield AttentionCase(geometry, *form, ((9, 50), (33, 7)))
         yield AttentionCase(geometry, *form, ((5, 300), (0, 64), (17, 0)))
+        yield AttentionCase(geometry, *form, ((5, 70), (0, 64), (17, 0), (3, 130)), kv="fp8")
