@@ -1,6 +1,6 @@
 """The delta rule over drafted windows: a step through each stream's tree, and the replay of the rows it accepts.
 
-Spec attention §2, §5; the arrays are those of gated_delta_net.py. The step changes no state: a thread holds those of the
+Spec attention §5.5; the arrays are those of gated_delta_net.py. The step changes no state: a thread holds those of the
 branch points it comes back to, in slots that tree_plan.py hands out. The replay runs the accepted rows once more and
 writes the state back. Both give the bits of ``gated_delta_net.step`` for the same rows as a chain, and so of each row
 alone.
@@ -13,16 +13,16 @@ from typing import Any
 from kernels_numba.gated_delta_net import (
     HEAD,
     THREADS,
+    add_outer4,
     decay_and_read,
     key_heads,
     load_pair_of_rows,
     state_rows,
     step_row,
     store_pair_of_rows,
-    update,
     words_of,
 )
-from kernels_numba.machine import cuda, float32, int64, kernel, lanewise
+from kernels_numba.machine import bf16_high, bf16_low, cuda, float32, int64, kernel, lanewise
 from kernels_numba.norms import warp_sum
 from kernels_numba.streams import FIRST, ROWS
 from kernels_numba.tree_plan import FROM_STATE, NOWHERE, ROW, SAVE, SAVED_SLOTS, SOURCE, TreeSchedule
@@ -61,7 +61,7 @@ def replay(
 
 @kernel
 def step_tree_kernel(y, states, qkv, decay, beta, streams, slots, visits, *, HK, HV):
-    """A warp takes two value rows of a head, as in step_kernel, and walks its stream's visits. Spec attention §5.2.
+    """A warp takes two value rows of a head, as in step_kernel, and walks its stream's visits. Spec attention §5.2, §5.5.
 
     y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
     streams: int64 [S, 11]; slots: int32 [S]; visits: int32 [W, 3]. Launch: grid (S, HV, 16), 128 threads.
@@ -108,7 +108,7 @@ def save(saved, s, slot):
 
 @kernel
 def replay_kernel(states, qkv, decay, beta, streams, slots, paths, last, kept, *, HK, HV):
-    """A warp takes two value rows of a head, as in step_kernel; no row has an output. Spec attention §5.2.
+    """A warp takes two value rows of a head, as in step_kernel; no row has an output. Spec attention §5.2, §5.5.
 
     states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV]; streams: int64 [S, 11];
     slots, last, kept: int32 [S]; paths: int32 [W, 128]. Launch: grid (S, HV, 16), 128 threads.
@@ -130,3 +130,12 @@ def replay_kernel(states, qkv, decay, beta, streams, slots, paths, last, kept, *
             # dlt = (v - mem)·beta; s = s + k·dlt
             update(s, qkv, row, key_word, value_word, mem0, mem1, beta[row, head])
         store_pair_of_rows(states, s, place, lane * 4)
+
+
+@lanewise
+def update(s, qkv, row, key_word, value_word, mem0, mem1, b):
+    """s = s + k·((v - mem)·beta) for both rows."""
+    v = qkv[row, value_word]
+    low, high = qkv[row, key_word], qkv[row, key_word + 1]
+    add_outer4(s[0], low, high, (bf16_low(v) - mem0) * b)
+    add_outer4(s[1], low, high, (bf16_high(v) - mem1) * b)

@@ -184,14 +184,13 @@ def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV
     if head < 2 * HK + HV:
         owner = rows[row]
         first = streams[owner, FIRST]
-        sources = cuda.local.array(TAPS, int64)  # the input rows of the taps, see chain_source
-        sources_in_chain(sources, first, row - first)
-        conv_head(qkv, mixed, conv_states, weight, sources, slots[owner], row, head, HK=HK)
+        oldest, middle, newest = before_in_chain(first, row - first)
+        conv_head(qkv, mixed, conv_states, weight, slots[owner], oldest, middle, newest, row, head, HK=HK)
 
 
 @kernel
 def conv_path_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, paths, depths, *, HK, HV):
-    """As conv_kernel, with the taps of a row on its own path. Spec attention §2, §5.1.
+    """As conv_kernel, with the taps of a row on its own path. Spec attention §5.1, §5.5.
 
     qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows, depths:
     int32 [W]; streams: int64 [S, 11]; slots: int32 [S]; paths: int32 [W, 128]. Launch: grid (W, heads / 4), 128
@@ -201,18 +200,17 @@ def conv_path_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, path
     head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32  # of [q heads | k heads | v heads]
     if head < 2 * HK + HV:
         owner = rows[row]
-        sources = cuda.local.array(TAPS, int64)  # the input rows of the taps, see path_source
-        sources_on_path(sources, paths, row, streams[owner, FIRST], depths[row] - 1)
-        conv_head(qkv, mixed, conv_states, weight, sources, slots[owner], row, head, HK=HK)
+        oldest, middle, newest = before_on_path(paths, row, streams[owner, FIRST], int64(depths[row]) - 1)
+        conv_head(qkv, mixed, conv_states, weight, slots[owner], oldest, middle, newest, row, head, HK=HK)
 
 
 @device
-def conv_head(qkv, mixed, conv_states, weight, sources, slot, row, head, *, HK):
-    """One row's head by a warp, from the rows of its taps: int64 [4], oldest first."""
+def conv_head(qkv, mixed, conv_states, weight, slot, oldest, middle, newest, row, head, *, HK):
+    """One row's head by a warp; oldest, middle, newest: sources of the three rows before it."""
     lane = cuda.threadIdx.x % 32
     word = head * WORDS + lane * 2
-    c0, c1 = conv_pair(mixed, conv_states, weight, sources, slot, word)
-    c2, c3 = conv_pair(mixed, conv_states, weight, sources, slot, word + 1)
+    c0, c1 = conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word)
+    c2, c3 = conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word + 1)
     squares = warp_sum(((c0 * c0 + c1 * c1) + c2 * c2) + c3 * c3)
     inverse, divisor = head_scale(squares, head, HK=HK)
     qkv[row, word] = pack_bf16(c0 * inverse / divisor, c1 * inverse / divisor)
@@ -220,22 +218,21 @@ def conv_head(qkv, mixed, conv_states, weight, sources, slot, row, head, *, HK):
 
 
 @lanewise
-def sources_in_chain(sources, first, index):
-    """The input rows of the taps of row ``index`` of a stream, oldest first."""
-    for j in range(TAPS):
-        sources[j] = chain_source(first, index + j - (TAPS - 1))
+def before_in_chain(first, index):
+    """The sources of the three rows before row ``index`` of a stream, oldest first."""
+    return chain_source(first, index - 3), chain_source(first, index - 2), chain_source(first, index - 1)
 
 
 @lanewise
-def sources_on_path(sources, paths, row, first, index):
-    """The input rows of the taps of entry ``index`` of a row's path, oldest first."""
-    for j in range(TAPS):
-        sources[j] = path_source(paths, row, first, index + j - (TAPS - 1))
+def before_on_path(paths, row, first, index):
+    """The sources of the three rows before entry ``index`` of a row's path, oldest first."""
+    oldest, middle = path_source(paths, row, first, index - 3), path_source(paths, row, first, index - 2)
+    return oldest, middle, path_source(paths, row, first, index - 1)
 
 
 @lanewise
 def chain_source(first, index):
-    """Where row ``index`` of a stream is: a row of the launch, or, negative, one of its history, whose newest is -1."""
+    """The source of row ``index`` of a stream: a row of the launch, or, negative, of the history, whose newest is -1."""
     return first + index if index >= 0 else index
 
 
@@ -246,20 +243,26 @@ def path_source(paths, row, first, index):
 
 
 @lanewise
-def conv_pair(mixed, conv_states, weight, sources, slot, word):
-    """bf16(silu(sum over taps)) of two neighbouring channels, widened."""
+def conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word):
+    """bf16(silu(sum over taps)) of two neighbouring channels, widened; the oldest tap is added first."""
     even, odd = float32(0.0), float32(0.0)
-    for j in range(TAPS):  # oldest first
-        pair = input_word(mixed, conv_states, slot, sources[j], word)
-        even = even + bf16_low(pair) * tap(weight, 2 * word, j)
-        odd = odd + bf16_high(pair) * tap(weight, 2 * word + 1, j)
+    even, odd = add_tap(even, odd, weight, word, 0, input_word(mixed, conv_states, slot, oldest, word))
+    even, odd = add_tap(even, odd, weight, word, 1, input_word(mixed, conv_states, slot, middle, word))
+    even, odd = add_tap(even, odd, weight, word, 2, input_word(mixed, conv_states, slot, newest, word))
+    even, odd = add_tap(even, odd, weight, word, 3, mixed[row, word])
     pair = pack_bf16(silu(even), silu(odd))
     return bf16_low(pair), bf16_high(pair)
 
 
 @lanewise
+def add_tap(even, odd, weight, word, j, pair):
+    """even + input · weight and odd + input · weight, of tap j; product and sum rounded."""
+    return even + bf16_low(pair) * tap(weight, 2 * word, j), odd + bf16_high(pair) * tap(weight, 2 * word + 1, j)
+
+
+@lanewise
 def input_word(mixed, conv_states, slot, source, word):
-    """Two channels of the convolution's input, at a row of the launch or of the stream's history, see chain_source."""
+    """Two channels of the convolution's input at a source, see chain_source."""
     return mixed[source, word] if source >= 0 else conv_states[slot, source + (TAPS - 1), word]
 
 
@@ -287,13 +290,14 @@ def commit_conv_kernel(conv_states, mixed, streams, slots):
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
     if word < conv_states.shape[2]:
         slot, first, n = slots[cuda.blockIdx.x], streams[cuda.blockIdx.x, FIRST], streams[cuda.blockIdx.x, ROWS]
-        oldest, middle, newest = chain_source(first, n - 3), chain_source(first, n - 2), chain_source(first, n - 1)
+        oldest, middle, newest = before_in_chain(first, n)
         shift_history(conv_states, mixed, slot, oldest, middle, newest, word)
 
 
 @kernel
 def commit_conv_path_kernel(conv_states, mixed, streams, slots, paths, last, kept):
-    """As commit_conv_kernel, of the rows that were accepted: the first ``kept`` of the path of row ``last``.
+    """As commit_conv_kernel, of the rows that were accepted: the first ``kept`` of the path of row ``last``. Spec
+    attention §5.5.
 
     conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; slots, last, kept: int32 [S];
     paths: int32 [W, 128]. Launch: grid (S, C / 256), 128 threads.
@@ -302,11 +306,8 @@ def commit_conv_path_kernel(conv_states, mixed, streams, slots, paths, last, kep
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
     n = int64(kept[owner])
     if n > 0 and word < conv_states.shape[2]:
-        slot, first, leaf = slots[owner], streams[owner, FIRST], last[owner]
-        oldest = path_source(paths, leaf, first, n - 3)
-        middle = path_source(paths, leaf, first, n - 2)
-        newest = path_source(paths, leaf, first, n - 1)
-        shift_history(conv_states, mixed, slot, oldest, middle, newest, word)
+        oldest, middle, newest = before_on_path(paths, last[owner], streams[owner, FIRST], n)
+        shift_history(conv_states, mixed, slots[owner], oldest, middle, newest, word)
 
 
 @device
@@ -432,19 +433,13 @@ def decay_and_read(s, qkv, row, key_word, g):
 
 @lanewise
 def update_and_read(s, qkv, row, query_word, key_word, value_word, mem0, mem1, b):
-    """update; this lane's share of s·q for both rows."""
-    update(s, qkv, row, key_word, value_word, mem0, mem1, b)
-    low, high = qkv[row, query_word], qkv[row, query_word + 1]
-    return dot4(s[0], low, high), dot4(s[1], low, high)
-
-
-@lanewise
-def update(s, qkv, row, key_word, value_word, mem0, mem1, b):
-    """s = s + k·((v - mem)·beta) for both rows."""
+    """s = s + k·((v - mem)·beta); this lane's share of s·q for both rows."""
     v = qkv[row, value_word]
     low, high = qkv[row, key_word], qkv[row, key_word + 1]
     add_outer4(s[0], low, high, (bf16_low(v) - mem0) * b)
     add_outer4(s[1], low, high, (bf16_high(v) - mem1) * b)
+    low, high = qkv[row, query_word], qkv[row, query_word + 1]
+    return dot4(s[0], low, high), dot4(s[1], low, high)
 
 
 @lanewise

@@ -1,4 +1,4 @@
-"""In which order a drafted tree is walked, so that a thread holds few states at once: decided on the host. Spec attention §5.
+"""In which order a drafted tree is walked, so that a thread holds few states at once: decided on the host. Spec attention §5.5.
 
 The walk is depth first. A row that has several children saves its state; the child that needs the most slots for its own
 branches comes last, and takes the state out of its slot. So the smallest tree that needs m + 1 slots is a row above two

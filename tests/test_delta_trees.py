@@ -319,13 +319,10 @@ def test_a_committed_path_leaves_its_last_three_rows(kept: tuple[int, ...]) -> N
     "old, new",
     [
         ("first + paths[row, index] if", "first + index if"),
-        ("sources_on_path(sources, paths, row, streams[owner, FIRST]", "sources_on_path(sources, paths, row, int64(0)"),
-        (
-            "path_source(paths, row, first, index + j - (TAPS - 1))",
-            "path_source(paths, row, first, max(index + j - TAPS, -3))",
-        ),
+        ("before_on_path(paths, row, streams[owner, FIRST],", "before_on_path(paths, row, int64(0),"),
+        ("path_source(paths, row, first, index - 1)", "path_source(paths, row, first, index - 2)"),
     ],
-    ids=["the window's order", "rows of the launch's start", "every tap an entry back"],
+    ids=["the window's order", "rows of the launch's start", "the row before the row left out"],
 )
 def test_red_when_taps_are_off_the_path(old: str, new: str) -> None:
     mixed, at = mixed_rows(sum(counts(TREES))), layer(len(TREES))

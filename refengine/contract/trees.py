@@ -1,4 +1,4 @@
-"""Drafted windows of several streams, each a tree, and what their kernels share in the contract. Spec attention §2, §5."""
+"""Drafted windows of several streams, each a tree, and what their kernels share in the contract. Spec attention §5.5."""
 
 from __future__ import annotations
 

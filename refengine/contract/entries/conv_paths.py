@@ -1,4 +1,4 @@
-"""The convolution of drafted windows and the commit of what is accepted: a row's taps are on its path. Spec attention §5.1."""
+"""The convolution of drafted windows and the commit of what is accepted: a row's taps are on its path. Spec attention §5.5."""
 
 from __future__ import annotations
 

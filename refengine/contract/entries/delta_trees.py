@@ -1,4 +1,4 @@
-"""The delta rule of drafted windows: the step through trees and the replay of what is accepted. Spec attention §2, §5.2."""
+"""The delta rule of drafted windows: the step through trees and the replay of what is accepted. Spec attention §5.5."""
 
 from __future__ import annotations
 
