@@ -7,6 +7,7 @@ cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,9 +132,13 @@ def check_heads(heads: int, kv_heads: int, D: int) -> None:
 
 def check_windows(streams: NDArray[np.int64]) -> None:
     """Refuse a window that is too long."""
-    longest = streams[:, ROWS].max(initial=0)
-    if longest > MOST_ROWS:
-        raise ValueError(f"a window of {longest} rows: decode takes {MOST_ROWS} at most, cut it into slices")
+    check_length(int(streams[:, ROWS].max(initial=0)))
+
+
+def check_length(rows: int) -> None:
+    """Refuse a window of more rows than decode takes."""
+    if rows > MOST_ROWS:
+        raise ValueError(f"a window of {rows} rows: decode takes {MOST_ROWS} at most, cut it into slices")
 
 
 def row_streams(streams: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -161,3 +166,36 @@ def chain_tables(streams: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray
     depths = (np.arange(len(rows)) - streams[rows, FIRST] + 1).astype(np.int32)
     entry = np.arange(MOST_ROWS, dtype=np.int32)
     return rows, np.where(entry < depths[:, None], entry, np.int32(-1)), depths
+
+
+def tree_tables(
+    streams: NDArray[np.int64], parents: Sequence[Sequence[int]]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """(rows, paths, depths), as chain_tables, of windows in which each row follows its parent.
+
+    parents: of each stream, by window row, the row it follows, -1: the committed rows. Raises ValueError as plan_decode
+    does, for a parent that is not an earlier row, and where a stream has not a parent for each of its rows.
+    """
+    check_parents(parents)
+    if [len(window) for window in parents] != streams[:, ROWS].tolist():
+        raise ValueError("parents: one list a stream of the table is wanted, with an entry for each of its ROWS")
+    rows = row_streams(streams)
+    paths, depths = np.full((len(rows), MOST_ROWS), -1, np.int32), np.ones(len(rows), np.int32)
+    for first, window in zip(streams[:, FIRST].tolist(), parents, strict=True):
+        for row, parent in enumerate(window):
+            if parent >= 0:
+                paths[first + row], depths[first + row] = paths[first + parent], depths[first + parent] + 1
+            paths[first + row, depths[first + row] - 1] = row
+    return rows, paths, depths
+
+
+def check_parents(parents: Sequence[Sequence[int]]) -> None:
+    """Refuse windows that are too long, or no trees."""
+    for stream, window in enumerate(parents):
+        check_length(len(window))
+        for row, parent in enumerate(window):
+            if not -1 <= parent < row:
+                raise ValueError(
+                    f"stream {stream}: row {row} follows row {parent}: a parent is an earlier row of the window, or -1,"
+                    " the committed rows"
+                )

@@ -13,11 +13,15 @@ A new stream's slot holds zeros. By row of the launch (W rows of S streams):
     decay, beta  float32 [W, HV]
     y            bf16 [W, HV·128]
     rows         int32 [W]                       row -> stream
-    streams      int64 [S, 11]                    kernels_numba/streams.py; ROWS = 0: takes no part, keeps its states
+    streams      int64 [S, 11]                   kernels_numba/streams.py; ROWS = 0: takes no part, keeps its states
     slots        int32 [S]                       stream -> slot
+    paths        int32 [W, 128]                  of drafted windows: path entry -> window row, root first, the row last
+    depths       int32 [W]                       entries of a row's path
+    last, kept   int32 [S]                       the row of the launch whose path is accepted, and how much of it
 
-A window of drafted rows is run with ``commit=False``. The accepted rows are run again, with a table whose ROWS counts
-them, by ``step(commit=True)`` and ``commit_conv``, and give the same bits.
+A drafted window is a tree of rows, a chain at its simplest; it changes no state. Of a window, ``conv_path`` takes the
+place of ``conv``, ``commit_conv_path`` of ``commit_conv``, and delta_trees.py has the delta rule. A row has the bits
+that it has alone once the rows before it on its path are committed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from kernels_numba.machine import (
     bf16_high,
     bf16_low,
     cuda,
+    device,
     float32,
     fma,
     int64,
@@ -73,10 +78,36 @@ def conv(
     bound[(qkv.shape[0], -(-heads // 4)), THREADS, stream](qkv, mixed, conv_states, weight, rows, streams, slots)
 
 
+def conv_path(
+    qkv: Any, mixed: Any, conv_states: Any, weight: Any, rows: Any, streams: Any, slots: Any, paths: Any, depths: Any,
+    key_heads: int, stream: Any = None,
+) -> None:  # fmt: skip
+    """``conv`` of drafted windows: the taps of a row lie on its own path, then in the stream's history.
+
+    paths: int32 [W, 128], depths: int32 [W], as decode_plan.tree_tables makes them. A window that is a chain gets the
+    bits of ``conv``.
+    """
+    heads = qkv.shape[1] // HEAD
+    bound = conv_path_kernel.at(HK=key_heads, HV=heads - 2 * key_heads)
+    grid = (qkv.shape[0], -(-heads // 4))
+    bound[grid, THREADS, stream](qkv, mixed, conv_states, weight, rows, streams, slots, paths, depths)
+
+
 def commit_conv(conv_states: Any, mixed: Any, streams: Any, slots: Any, stream: Any = None) -> None:
     """conv_states[slot] = the last three rows of [its three rows | the stream's ROWS rows of mixed]."""
     grid = (streams.shape[0], -(-conv_states.shape[2] // (2 * THREADS)))
     commit_conv_kernel.at()[grid, THREADS, stream](conv_states, mixed, streams, slots)
+
+
+def commit_conv_path(
+    conv_states: Any, mixed: Any, streams: Any, slots: Any, paths: Any, last: Any, kept: Any, stream: Any = None
+) -> None:
+    """conv_states[slot] = the last three rows of [its three rows | the stream's accepted rows, in the path's order].
+
+    The accepted rows are paths[last[s], 0 .. kept[s] - 1]; kept[s] = 0 changes nothing.
+    """
+    grid = (streams.shape[0], -(-conv_states.shape[2] // (2 * THREADS)))
+    commit_conv_path_kernel.at()[grid, THREADS, stream](conv_states, mixed, streams, slots, paths, last, kept)
 
 
 def gates(decay: Any, beta: Any, mixed: Any, a_log: Any, dt_bias: Any, key_heads: int, stream: Any = None) -> None:
@@ -149,36 +180,90 @@ def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV
     streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (W, heads / 4), 128 threads.
     """
     row = cuda.blockIdx.x
-    lane = cuda.threadIdx.x % 32
     head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32  # of [q heads | k heads | v heads]
     if head < 2 * HK + HV:
         owner = rows[row]
-        first, slot = streams[owner, FIRST], slots[owner]
-        word = head * WORDS + lane * 2
-        c0, c1 = conv_pair(mixed, conv_states, weight, slot, first, row - first, word)
-        c2, c3 = conv_pair(mixed, conv_states, weight, slot, first, row - first, word + 1)
-        squares = warp_sum(((c0 * c0 + c1 * c1) + c2 * c2) + c3 * c3)
-        inverse, divisor = head_scale(squares, head, HK=HK)
-        qkv[row, word] = pack_bf16(c0 * inverse / divisor, c1 * inverse / divisor)
-        qkv[row, word + 1] = pack_bf16(c2 * inverse / divisor, c3 * inverse / divisor)
+        first = streams[owner, FIRST]
+        oldest, middle, newest = before_in_chain(first, row - first)
+        conv_head(qkv, mixed, conv_states, weight, slots[owner], oldest, middle, newest, row, head, HK=HK)
+
+
+@kernel
+def conv_path_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, paths, depths, *, HK, HV):
+    """As conv_kernel, with the taps of a row on its own path. Spec attention §5.1, §5.5.
+
+    qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows, depths:
+    int32 [W]; streams: int64 [S, 11]; slots: int32 [S]; paths: int32 [W, 128]. Launch: grid (W, heads / 4), 128
+    threads.
+    """
+    row = cuda.blockIdx.x
+    head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32  # of [q heads | k heads | v heads]
+    if head < 2 * HK + HV:
+        owner = rows[row]
+        oldest, middle, newest = before_on_path(paths, row, streams[owner, FIRST], int64(depths[row]) - 1)
+        conv_head(qkv, mixed, conv_states, weight, slots[owner], oldest, middle, newest, row, head, HK=HK)
+
+
+@device
+def conv_head(qkv, mixed, conv_states, weight, slot, oldest, middle, newest, row, head, *, HK):
+    """One row's head by a warp; oldest, middle, newest: sources of the three rows before it."""
+    lane = cuda.threadIdx.x % 32
+    word = head * WORDS + lane * 2
+    c0, c1 = conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word)
+    c2, c3 = conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word + 1)
+    squares = warp_sum(((c0 * c0 + c1 * c1) + c2 * c2) + c3 * c3)
+    inverse, divisor = head_scale(squares, head, HK=HK)
+    qkv[row, word] = pack_bf16(c0 * inverse / divisor, c1 * inverse / divisor)
+    qkv[row, word + 1] = pack_bf16(c2 * inverse / divisor, c3 * inverse / divisor)
 
 
 @lanewise
-def conv_pair(mixed, conv_states, weight, slot, first, index, word):
-    """bf16(silu(sum over taps)) of two neighbouring channels at row ``index`` of the stream, widened."""
+def before_in_chain(first, index):
+    """The sources of the three rows before row ``index`` of a stream, oldest first."""
+    return chain_source(first, index - 3), chain_source(first, index - 2), chain_source(first, index - 1)
+
+
+@lanewise
+def before_on_path(paths, row, first, index):
+    """The sources of the three rows before entry ``index`` of a row's path, oldest first."""
+    oldest, middle = path_source(paths, row, first, index - 3), path_source(paths, row, first, index - 2)
+    return oldest, middle, path_source(paths, row, first, index - 1)
+
+
+@lanewise
+def chain_source(first, index):
+    """The source of row ``index`` of a stream: a row of the launch, or, negative, of the history, whose newest is -1."""
+    return first + index if index >= 0 else index
+
+
+@lanewise
+def path_source(paths, row, first, index):
+    """The same of entry ``index`` of a row's path."""
+    return first + paths[row, index] if index >= 0 else index
+
+
+@lanewise
+def conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word):
+    """bf16(silu(sum over taps)) of two neighbouring channels, widened; the oldest tap is added first."""
     even, odd = float32(0.0), float32(0.0)
-    for j in range(TAPS):  # oldest first
-        pair = input_word(mixed, conv_states, slot, first, index + j - (TAPS - 1), word)
-        even = even + bf16_low(pair) * tap(weight, 2 * word, j)
-        odd = odd + bf16_high(pair) * tap(weight, 2 * word + 1, j)
+    even, odd = add_tap(even, odd, weight, word, 0, input_word(mixed, conv_states, slot, oldest, word))
+    even, odd = add_tap(even, odd, weight, word, 1, input_word(mixed, conv_states, slot, middle, word))
+    even, odd = add_tap(even, odd, weight, word, 2, input_word(mixed, conv_states, slot, newest, word))
+    even, odd = add_tap(even, odd, weight, word, 3, mixed[row, word])
     pair = pack_bf16(silu(even), silu(odd))
     return bf16_low(pair), bf16_high(pair)
 
 
 @lanewise
-def input_word(mixed, conv_states, slot, first, index, word):
-    """Two channels of the convolution's input at row ``index`` of the stream; negative rows are in its state."""
-    return mixed[first + index, word] if index >= 0 else conv_states[slot, index + (TAPS - 1), word]
+def add_tap(even, odd, weight, word, j, pair):
+    """even + input · weight and odd + input · weight, of tap j; product and sum rounded."""
+    return even + bf16_low(pair) * tap(weight, 2 * word, j), odd + bf16_high(pair) * tap(weight, 2 * word + 1, j)
+
+
+@lanewise
+def input_word(mixed, conv_states, slot, source, word):
+    """Two channels of the convolution's input at a source, see chain_source."""
+    return mixed[source, word] if source >= 0 else conv_states[slot, source + (TAPS - 1), word]
 
 
 @lanewise
@@ -205,12 +290,35 @@ def commit_conv_kernel(conv_states, mixed, streams, slots):
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
     if word < conv_states.shape[2]:
         slot, first, n = slots[cuda.blockIdx.x], streams[cuda.blockIdx.x, FIRST], streams[cuda.blockIdx.x, ROWS]
-        oldest = input_word(mixed, conv_states, slot, first, n - 3, word)
-        middle = input_word(mixed, conv_states, slot, first, n - 2, word)
-        newest = input_word(mixed, conv_states, slot, first, n - 1, word)
-        conv_states[slot, 0, word] = oldest
-        conv_states[slot, 1, word] = middle
-        conv_states[slot, 2, word] = newest
+        oldest, middle, newest = before_in_chain(first, n)
+        shift_history(conv_states, mixed, slot, oldest, middle, newest, word)
+
+
+@kernel
+def commit_conv_path_kernel(conv_states, mixed, streams, slots, paths, last, kept):
+    """As commit_conv_kernel, of the rows that were accepted: the first ``kept`` of the path of row ``last``. Spec
+    attention §5.5.
+
+    conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; slots, last, kept: int32 [S];
+    paths: int32 [W, 128]. Launch: grid (S, C / 256), 128 threads.
+    """
+    owner = cuda.blockIdx.x
+    word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+    n = int64(kept[owner])
+    if n > 0 and word < conv_states.shape[2]:
+        oldest, middle, newest = before_on_path(paths, last[owner], streams[owner, FIRST], n)
+        shift_history(conv_states, mixed, slots[owner], oldest, middle, newest, word)
+
+
+@device
+def shift_history(conv_states, mixed, slot, oldest, middle, newest, word):
+    """Two channels of a history become those of three input rows; all are read before one is written."""
+    pair0 = input_word(mixed, conv_states, slot, oldest, word)
+    pair1 = input_word(mixed, conv_states, slot, middle, word)
+    pair2 = input_word(mixed, conv_states, slot, newest, word)
+    conv_states[slot, 0, word] = pair0
+    conv_states[slot, 1, word] = pair1
+    conv_states[slot, 2, word] = pair2
 
 
 # --- Gates -----------------------------------------------------------------------------------------------------------
@@ -257,27 +365,38 @@ def step_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV, COMMIT):
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
     value = cuda.blockIdx.z * 8 + cuda.threadIdx.x // 32 * 2  # first value index of the warp
-    query_word = head // (HV // HK) * WORDS + lane * 2
-    key_word = query_word + HK * WORDS
-    value_word = (2 * HK + head) * WORDS + value // 2
+    query_word, key_word, value_word = words_of(head, lane, value, HK=HK, HV=HV)
     place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
     s = cuda.local.array((2, 4), float32)  # [value row, key index]
     load_pair_of_rows(s, states, place, lane * 4)
     first = streams[owner, FIRST]
     for i in range(streams[owner, ROWS]):
         row = first + i
-        # s = s·g; mem = sum s·k
-        part0, part1 = decay_and_read(s, qkv, row, key_word, decay[row, head])
-        mem0, mem1 = warp_sum(part0), warp_sum(part1)
-        # dlt = (v - mem)·beta; s = s + k·dlt; y = sum s·q
-        part0, part1 = update_and_read(s, qkv, row, query_word, key_word, value_word, mem0, mem1, beta[row, head])
-        out0, out1 = warp_sum(part0), warp_sum(part1)
-        if lane == 0:
-            y[row, head * WORDS + value // 2] = pack_bf16(out0, out1)
+        step_row(y, s, qkv, row, head, value, query_word, key_word, value_word, decay[row, head], beta[row, head])
     if COMMIT:
-        for r in range(2):
-            for i in range(4):
-                states[place + r, lane * 4 + i] = s[r, i]
+        store_pair_of_rows(states, s, place, lane * 4)
+
+
+@lanewise
+def words_of(head, lane, value, *, HK, HV):
+    """(query_word, key_word, value_word): where in a row of qkv a lane's four query and key elements and its warp's two
+    values start.
+    """
+    query_word = head // (HV // HK) * WORDS + lane * 2
+    return query_word, query_word + HK * WORDS, (2 * HK + head) * WORDS + value // 2
+
+
+@device
+def step_row(y, s, qkv, row, head, value, query_word, key_word, value_word, g, b):
+    """One row by a warp: the state s (float32 [2, 4] a lane) before it becomes the state after it, y is written."""
+    # s = s·g; mem = sum s·k
+    part0, part1 = decay_and_read(s, qkv, row, key_word, g)
+    mem0, mem1 = warp_sum(part0), warp_sum(part1)
+    # dlt = (v - mem)·beta; s = s + k·dlt; y = sum s·q
+    part0, part1 = update_and_read(s, qkv, row, query_word, key_word, value_word, mem0, mem1, b)
+    out0, out1 = warp_sum(part0), warp_sum(part1)
+    if cuda.threadIdx.x % 32 == 0:
+        y[row, head * WORDS + value // 2] = pack_bf16(out0, out1)
 
 
 @lanewise
@@ -286,6 +405,14 @@ def load_pair_of_rows(s, states, place, column):
     for r in range(2):
         for i in range(4):
             s[r, i] = states[place + r, column + i]
+
+
+@device
+def store_pair_of_rows(states, s, place, column):
+    """load_pair_of_rows the other way."""
+    for r in range(2):
+        for i in range(4):
+            states[place + r, column + i] = s[r, i]
 
 
 @lanewise

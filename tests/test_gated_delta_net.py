@@ -6,116 +6,20 @@ written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from buffers import BF16, Output, assert_same_bits, normal
+from delta_data import HK, HV, C, Layer, Rows, Weights, delta_rows, layer, mixed_rows, table, weights
 from mutants import mutate
 
 from kernels_numba import gated_delta_net as gdn
 from kernels_numba.machine import KernelError
-from kernels_numba.streams import COLUMNS, FIRST, ROWS
 from refengine.verify import oracles
 from refengine.verify.bounds import worst_fraction
 
-HK, HV = 2, 4
-C = (2 * HK + HV) * 128
-COLUMNS_MIXED = C + HV * 128 + 2 * HV
 CHUNKS = [1, 31, 32, 33, 63, 64, 65, 95]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """taps: bf16 [C, 4]; a_log, dt_bias: float32 [HV]; gain: float32 [128]."""
-
-    taps: np.ndarray
-    a_log: np.ndarray
-    dt_bias: np.ndarray
-    gain: np.ndarray
-
-
-def weights() -> Weights:
-    rng = np.random.default_rng(1)
-    a_log = np.log(rng.uniform(0.1, 16, HV)).astype(np.float32)
-    dt_bias, gain = rng.uniform(-4, 0, HV).astype(np.float32), rng.uniform(0.5, 1.5, 128).astype(np.float32)
-    return Weights(normal(rng, C, 4, scale=0.5), a_log, dt_bias, gain)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The states of one layer, NaN in the slots that nobody owns.
-
-    states: float32 [slots, HV, 128, 128]; history: bf16 [slots, 3, C]; slots: int32 [S].
-    """
-
-    states: np.ndarray
-    history: np.ndarray
-    slots: np.ndarray
-
-    def copy(self) -> Layer:
-        return replace(self, states=self.states.copy(), history=self.history.copy())
-
-    def stream(self, s: int) -> Layer:
-        return replace(self.copy(), slots=self.slots[s : s + 1].copy())
-
-    def owned(self) -> np.ndarray:
-        return np.isin(np.arange(len(self.states)), self.slots)
-
-    def checked(self, before: Layer) -> Layer:
-        """Free slots as they were."""
-        assert_same_bits(self.states[~self.owned()], before.states[~self.owned()])
-        assert_same_bits(self.history[~self.owned()], before.history[~self.owned()])
-        return self
-
-
-def layer(streams: int, seed: int = 0) -> Layer:
-    rng = np.random.default_rng(seed)
-    slots = rng.permutation(streams + 2)[:streams].astype(np.int32)
-    states = np.full((streams + 2, HV, 128, 128), np.nan, np.float32)
-    history = np.full((streams + 2, 3, C), np.nan, BF16)
-    states[slots] = rng.standard_normal((streams, HV, 128, 128), np.float32) * np.float32(0.3)
-    history[slots] = normal(rng, streams, 3, C)
-    return Layer(states, history, slots)
-
-
-def table(*rows: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(streams, rows) of streams side by side."""
-    streams = np.full((len(rows), COLUMNS), -7, np.int64)
-    streams[:, ROWS], streams[:, FIRST] = rows, first + np.concatenate([[0], np.cumsum(rows)[:-1]])
-    return streams, np.repeat(np.arange(len(rows)), rows).astype(np.int32)
-
-
-def mixed_rows(rows: int, seed: int = 0) -> np.ndarray:
-    return normal(np.random.default_rng([rows, seed]), rows, COLUMNS_MIXED)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the delta rule takes. qkv: bf16 [W, C]; decay, beta: float32 [W, HV]."""
-
-    qkv: np.ndarray
-    decay: np.ndarray
-    beta: np.ndarray
-
-    def cut(self, first: int, stop: int) -> Rows:
-        return Rows(*(np.ascontiguousarray(a[first:stop]) for a in (self.qkv, self.decay, self.beta)))
-
-    def heads(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k, v by head."""
-        parts = np.split(self.qkv.reshape(len(self.qkv), -1, 128), [HK, 2 * HK], axis=1)
-        return parts[0], parts[1], parts[2]
-
-
-def delta_rows(rows: int, seed: int = 0) -> Rows:
-    """q and k of length 1 / sqrt(128) and 1, as the convolution leaves them."""
-    rng = np.random.default_rng([rows, seed])
-    heads = rng.standard_normal((rows, C // 128, 128))
-    heads[:, : 2 * HK] /= np.linalg.norm(heads[:, : 2 * HK], axis=-1, keepdims=True)
-    heads[:, :HK] /= np.sqrt(128)
-    decay, beta = rng.uniform(0.5, 1.0, (rows, HV)), rng.uniform(0.0, 1.0, (rows, HV))
-    return Rows(heads.reshape(rows, C).astype(BF16), decay.astype(np.float32), beta.astype(np.float32))
 
 
 # --- Convolution -----------------------------------------------------------------------------------------------------
@@ -176,8 +80,8 @@ def test_red_when_the_history_is_one_row_stale() -> None:
     mixed, at = mixed_rows(5), layer(1)
     mutant = mutate(
         gdn.conv_kernel,
-        "conv_states[slot, index + (TAPS - 1), word]",
-        "conv_states[slot, max(index + (TAPS - 2), 0), word]",
+        "conv_states[slot, source + (TAPS - 1), word]",
+        "conv_states[slot, max(source + (TAPS - 2), 0), word]",
     )
     assert conv_fraction(convolved(mixed, at, 5, kernel=mutant), mixed, at, 5) > 1
 
@@ -302,7 +206,7 @@ def test_the_host_functions_launch_the_kernels() -> None:
         ("s[r, i] = s[r, i] * g", "s[r, i] = s[r, i]"),
         ("(bf16_low(v) - mem0) * b", "bf16_low(v) - mem0"),
         ("(bf16_high(v) - mem1) * b", "bf16_high(v) * b"),
-        ("mem0, mem1, beta[row, head])\n        out0", "mem1, mem0, beta[row, head])\n        out0"),
+        ("mem0, mem1, b)\n    out0", "mem1, mem0, b)\n    out0"),
     ],
     ids=["decay dropped", "gate dropped", "memory not read", "value rows swapped"],
 )

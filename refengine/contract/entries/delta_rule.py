@@ -39,7 +39,7 @@ class DeltaRule(Entry):
     depth: roundings that a product passes in a sum.
     """
 
-    modules = (GDN,)
+    modules: ClassVar[tuple[str, ...]] = (GDN,)
     axes = {"y": ("row", "element"), "states": ("slot", "head", "value", "key")}
     depth: ClassVar[int]
 
@@ -181,7 +181,7 @@ class Step(DeltaRule):
     kernels = ("step_kernel",)
     depth = oracles.STEP_DEPTH
 
-    def cases(self, full: bool) -> Sequence[StepCase]:
+    def cases(self, full: bool) -> Sequence[StreamsCase]:
         some = [
             StepCase(heads, rows) for heads, rows in ((TINY, (1,)), (ODD, (1, 1, 0, 1)), (TINY, (3,)), (ODD, (31, 33)))
         ]
@@ -189,7 +189,7 @@ class Step(DeltaRule):
         real = [StepCase(REAL, (1,) * 8), StepCase(REAL, (4, 0, 9), gap=5), StepCase(REAL, (17,), commit=False)]
         return some + real * full
 
-    def control_cases(self) -> Sequence[StepCase]:
+    def control_cases(self) -> Sequence[StreamsCase]:
         return [StepCase(TINY, (5, 0, 2), gap=1), StepCase(TINY, (3, 0, 2), gap=1, commit=False)]
 
     def commits(self, case: StreamsCase) -> bool:
