@@ -21,6 +21,7 @@ from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.serve.passes import Session
+from refengine.serve.sampling import Sampling, draw
 from refengine.verify.launches import one_of_each_kind
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
@@ -69,6 +70,7 @@ def observed(request, tmp_path_factory) -> Observed:
     session = Session(model, backend, device, [PROMPT], ROWS)
     with checked(), observing(found):
         passes = list(session.run(TOKENS))
+        draw(passes[-1].logits, [Sampling(temperature=1.0, top_k=5, top_p=0.9)], [len(PROMPT) + 1], device)
     assert all(np.isfinite(p.logits).all() for p in passes)
     return found
 

@@ -27,6 +27,7 @@ from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import ModelSpec, load_model
 from refengine.serve.passes import Session
+from refengine.serve.sampling import Sampling, draw
 
 PROMPT_ROWS, PAGE_SIZE = 512, 48
 LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33
@@ -49,12 +50,13 @@ def launches(spec: ModelSpec, backend: type[Backend]) -> list[Noted]:
 
 
 def rehearse(spec: ModelSpec, weights: Any, backend: type[Backend], prompts: Sequence[Sequence[int]]) -> None:
-    """The prompts in passes and one decode step."""
+    """The prompts in passes and one decode step, and a draw."""
     device, context = open_device("cpu"), len(prompts[0]) + 2
     sizes = Sizes(context, len(prompts), PAGE_SIZE)
     model = Qwen35(spec, weights, device, context)
     for _ in Session(model, backend(cache_shape(spec), sizes), device, prompts, PROMPT_ROWS).run(2):
         pass
+    draw(np.zeros((1, spec.vocabulary), np.float32), [Sampling(temperature=1.0)], [0], device)
 
 
 def one_of_each_kind(spec: ModelSpec) -> ModelSpec:
