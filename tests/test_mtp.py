@@ -14,7 +14,15 @@ from buffers import BF16, Output, assert_same_bits, normal
 
 from backends.base import DECODE, PROMPT, Backend, Sizes, Stream, backend_class
 from kernels_numba.add_rounded import add_rounded
-from refengine.checkpoint import MtpWeights, load_mtp, load_weights, make_checkpoint, open_checkpoint
+from refengine.checkpoint import (
+    Checkpoint,
+    ModelWeights,
+    MtpWeights,
+    load_mtp,
+    load_weights,
+    make_checkpoint,
+    open_checkpoint,
+)
 from refengine.device import open_device
 from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import ModelSpec, Mtp, load_model
@@ -22,6 +30,7 @@ from refengine.verify import layer_bounds, oracles
 from refengine.verify.bounds import worst_fraction
 from refengine.verify.layer_bounds import Bounded
 from refengine.verify.oracle_cases import CASES
+from refengine.verify.predictable import predictable, scaled
 
 DEVICE, CONTEXT = open_device("cpu"), 96
 SPECS = {case.name: replace(case.spec, mtp=Mtp(1)) for case in CASES}
@@ -48,11 +57,6 @@ def stirred(spec: ModelSpec, w: MtpWeights) -> MtpWeights:
     mixer = replace(w.layer.mixer, o_proj=scaled(w.layer.mixer.o_proj, 8))
     mlp = replace(w.layer.mlp, down_proj=scaled(w.layer.mlp.down_proj, 8))
     return replace(w, fc=fc, layer=replace(w.layer, mixer=mixer, mlp=mlp))
-
-
-def scaled(w: np.ndarray, factor: float) -> np.ndarray:
-    """Times a power of two."""
-    return (np.float32(factor) * w.astype(np.float32)).astype(BF16)
 
 
 def head_of(name: str, weights: MtpWeights | None = None) -> MtpHead:
@@ -259,19 +263,29 @@ def plain(model: Qwen35, prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> tuple[Qwen35, MtpHead]:
+def checkpoint(tmp_path_factory) -> Checkpoint:
     """qwen3.5-tiny and its head, as generated."""
     spec = load_model("qwen3.5-tiny")
-    checkpoint = open_checkpoint(make_checkpoint(spec, tmp_path_factory.mktemp("tiny") / "tiny"), spec)
-    model = Qwen35(spec, load_weights(checkpoint, spec), DEVICE, CONTEXT)
-    return model, MtpHead(spec, load_mtp(checkpoint, spec), model, DEVICE)
+    return open_checkpoint(make_checkpoint(spec, tmp_path_factory.mktemp("tiny") / "tiny"), spec)
 
 
-def test_some_drafts_are_the_model_s_choice_and_some_are_not(tiny):
-    model, head = tiny
-    prompt = list(b"Pages are runs of positions.")
-    tokens, drafts = drafted(head, model, prompt, 64)
-    assert tokens == plain(model, prompt, 64)
-    accepted = sum(draft == token for draft, token in zip(drafts, tokens[1:], strict=False))
-    print(f"{accepted} of {len(tokens) - 1} drafts accepted")
-    assert 0 < accepted < len(tokens) - 1
+PROMPT_TEXT, TOKENS = b"Pages are runs of positions.", 32
+
+
+def accepted(checkpoint: Checkpoint, change: Callable[[ModelWeights], ModelWeights]) -> float:
+    """Which part of the head's drafts are the model's next token, the tokens being those of a run without a head."""
+    spec = checkpoint.spec
+    model = Qwen35(spec, change(load_weights(checkpoint, spec)), DEVICE, CONTEXT)
+    tokens, drafts = drafted(MtpHead(spec, load_mtp(checkpoint, spec), model, DEVICE), model, list(PROMPT_TEXT), TOKENS)
+    assert tokens == plain(model, list(PROMPT_TEXT), TOKENS)
+    return float(np.mean([draft == token for draft, token in zip(drafts, tokens[1:], strict=False)]))
+
+
+def test_some_drafts_are_the_model_s_choice_and_some_are_not(checkpoint):
+    assert 0 < accepted(checkpoint, lambda weights: weights) < 1
+
+
+def test_a_predictable_model_takes_many_drafts(checkpoint):
+    share = accepted(checkpoint, predictable)
+    print(f"{share:.0%} of the drafts accepted")
+    assert 0.2 < share < 0.9
