@@ -17,6 +17,7 @@ from refengine.checkpoint import (
     AttentionWeights,
     GatedDeltaNetWeights,
     cached_checkpoint,
+    load_mtp,
     load_weights,
     make_checkpoint,
     open_cached,
@@ -28,7 +29,7 @@ from refengine.checkpoint.files import INDEX, SINGLE, read_header
 from refengine.checkpoint.progress import progress
 from refengine.checkpoint.values import distribution, synthetic
 from refengine.errors import UserError
-from refengine.registry import Attention, GatedDeltaNet, Mlp, Tokens, load_model
+from refengine.registry import Attention, GatedDeltaNet, Mlp, Mtp, Tokens, load_model
 
 SPEC = dataclasses.replace(
     load_model("qwen3.5-tiny"),
@@ -41,6 +42,8 @@ SPEC = dataclasses.replace(
     gated_delta_net=GatedDeltaNet(key_heads=1, value_heads=2, key_dim=16, value_dim=16, conv_width=4),
     mlp=Mlp(width=48),
 )
+HEADLESS = dataclasses.replace(SPEC, mtp=Mtp(0))
+MTP_NAMES = [tensor.name for tensor in SPEC.mtp_tensors()]
 Q_PROJ_SHA256 = "78895481f50f1d074a5d2e82fdbbbed033bae88d294a2f4eb108840c766b8cd3"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 K_NORM = "model.layers.1.self_attn.k_norm.weight"
@@ -114,12 +117,12 @@ def test_two_runs_write_the_same_bytes(pristine, tmp_path):
 def test_shards_hold_the_same_tensors_as_one_file(pristine, pristine_shards):
     one, many = open_checkpoint(pristine, SPEC), open_checkpoint(pristine_shards, SPEC)
     assert len(list(pristine_shards.glob("*.safetensors"))) > 2
-    for tensor in SPEC.tensors():
+    for tensor in (*SPEC.tensors(), *SPEC.mtp_tensors()):
         assert one.tensor(tensor.name).tobytes() == many.tensor(tensor.name).tobytes()
 
 
 def test_another_seed_changes_every_tensor():
-    for tensor in SPEC.tensors():
+    for tensor in (*SPEC.tensors(), *SPEC.mtp_tensors()):
         assert synthetic(tensor, SPEC, 0).tobytes() != synthetic(tensor, SPEC, 1).tobytes()
 
 
@@ -174,7 +177,8 @@ def test_a_cached_checkpoint_is_made_once(tmp_path, monkeypatch):
 def test_the_cache_tells_layouts_and_seeds_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("REFENGINE_CACHE", str(tmp_path))
     wider = dataclasses.replace(SPEC, mlp=Mlp(width=64))
-    assert len({cached_checkpoint(SPEC), cached_checkpoint(SPEC, seed=1), cached_checkpoint(wider)}) == 3
+    made = {cached_checkpoint(SPEC), cached_checkpoint(SPEC, seed=1), cached_checkpoint(wider)}
+    assert len({*made, cached_checkpoint(HEADLESS)}) == 4
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -275,6 +279,13 @@ def test_a_tensor_of_no_such_name_is_refused(pristine):
         ({"final_logit_softcapping": 30.0}, "config.json: final_logit_softcapping: must be None, not 30.0"),
         ({"use_sliding_window": True}, "config.json: use_sliding_window: must be False, not True"),
         ({"mlp_bias": True}, "config.json: mlp_bias: must be False, not True"),
+        ({"mtp_num_hidden_layers": 0}, "config.json: mtp_num_hidden_layers: 0 where small has 1"),
+        ({"mtp_num_hidden_layers": 2}, "config.json: mtp_num_hidden_layers: must be 0 or 1, not 2"),
+        (
+            {"mtp_num_hidden_layers": "1"},
+            'config.json: mtp_num_hidden_layers: must be a whole number, not the text "1"',
+        ),
+        ({"mtp_use_dedicated_embeddings": True}, "config.json: mtp_use_dedicated_embeddings: must be False, not True"),
         ({"layer_types": ["full_attention"]}, "config.json: layer_types: 1 types for 4 layers"),
         (
             {"layer_types": ["full_attention", "linear_attention"] * 2},
@@ -489,6 +500,85 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     spec = dataclasses.replace(SPEC, tied_head=True)
     weights = load_weights(open_checkpoint(make_checkpoint(spec, tmp_path / "tied"), spec), spec)
     assert weights.lm_head is weights.embed
+
+
+# ---- the MTP head ----
+
+
+def test_the_head_takes_nothing_from_the_model(pristine, tmp_path):
+    """The same values with a head and without, and every name of the head is under mtp."""
+    without = open_checkpoint(make_checkpoint(HEADLESS, tmp_path / "small"), HEADLESS)
+    whole = open_checkpoint(pristine, SPEC)
+    for tensor in HEADLESS.tensors():
+        assert whole.tensor(tensor.name).tobytes() == without.tensor(tensor.name).tobytes()
+    assert len(MTP_NAMES) == 15 and all(name.startswith("mtp.") for name in MTP_NAMES)
+    assert not HEADLESS.mtp_tensors() and set(read_header(whole.folder / SINGLE)) == {
+        *(tensor.name for tensor in SPEC.tensors()),
+        *MTP_NAMES,
+    }
+
+
+def test_the_head_is_read_as_it_is_stored(pristine):
+    checkpoint = open_checkpoint(pristine, SPEC)
+    head = load_mtp(checkpoint, SPEC)
+    assert head.fc.tobytes() == checkpoint.tensor("mtp.fc.weight").tobytes() and head.fc.shape == (32, 64)
+    assert head.layer.mixer.q_proj.tobytes() == checkpoint.tensor("mtp.layers.0.self_attn.q_proj.weight").tobytes()
+    assert head.layer.mlp.down_proj.tobytes() == checkpoint.tensor("mtp.layers.0.mlp.down_proj.weight").tobytes()
+    gains = {
+        "pre_fc_norm_embedding": head.embedding_norm,
+        "pre_fc_norm_hidden": head.hidden_norm,
+        "norm": head.final_norm,
+        "layers.0.input_layernorm": head.layer.input_norm,
+        "layers.0.post_attention_layernorm": head.layer.post_norm,
+    }
+    for name, gain in gains.items():
+        stored = checkpoint.tensor(f"mtp.{name}.weight").astype(np.float32)
+        assert gain.tobytes() == (np.float32(1) + stored).tobytes()
+
+
+@pytest.mark.parametrize("config", [1, None])
+def test_without_its_head_a_checkpoint_still_loads_for_everything_else(folder, config):
+    """Its config.json may say that there is one, or nothing; the head alone is refused, and what would do is said."""
+    edit_tensors(folder / SINGLE, **dict.fromkeys(MTP_NAMES))
+    edit_json(folder / "config.json", mtp_num_hidden_layers=config)
+    checkpoint = open_checkpoint(folder, SPEC)
+    assert load_weights(checkpoint, SPEC).embed.shape == (320, 32)
+    assert head_refusal(checkpoint, SPEC) == (
+        "mtp.fc.weight: missing from the checkpoint; the MTP head of small needs it, --drafts ngram or none would do"
+    )
+
+
+def head_refusal(checkpoint, spec) -> str:
+    """What load_mtp says, in one line."""
+    with pytest.raises(UserError) as caught:
+        load_mtp(checkpoint, spec)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        (MTP_NAMES[-1], None, "missing from the checkpoint"),
+        ("mtp.fc.weight", np.zeros((64, 32), ml_dtypes.bfloat16), "shape [64, 32] where small has [32, 64]"),
+        ("mtp.norm.weight", np.zeros(32, np.float16), "type F16 where BF16 or F32 is needed"),
+    ],
+)
+def test_a_damaged_head_is_refused_by_name_and_only_when_it_is_asked_for(folder, name, value, says):
+    edit_tensors(folder / SINGLE, **{name: value})
+    checkpoint = open_checkpoint(folder, SPEC)
+    assert f"{name}: {says}" in head_refusal(checkpoint, SPEC)
+
+
+def test_a_layout_without_a_head_has_none_to_load(tmp_path):
+    checkpoint = open_checkpoint(make_checkpoint(HEADLESS, tmp_path / "small"), HEADLESS)
+    assert head_refusal(checkpoint, HEADLESS) == "small: has no MTP head; --drafts ngram or none would do"
+
+
+def test_a_head_s_embedding_half_carries_the_embedding(pristine):
+    """Ones on the diagonal of fc, small numbers beside them."""
+    fc = load_mtp(open_checkpoint(pristine, SPEC), SPEC).fc.astype(np.float32)
+    assert (np.diag(fc) == 1).all() and np.abs(fc - np.eye(*fc.shape)).max() < 0.1
 
 
 # ---- the public implementation ----

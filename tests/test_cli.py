@@ -429,6 +429,20 @@ def test_unknown_tensor_is_found(refengine, damaged):
     assert status == 2 and "extra.weight" in err and err.count("\n") == 1
 
 
+def test_an_mtp_head_is_there_whole_or_not_at_all(refengine, damaged):
+    """Checked like the model where the checkpoint has one, and not missed where it has none."""
+    tensors = load_file(damaged / "model.safetensors")
+    head = sorted(name for name in tensors if name.startswith("mtp."))
+    _, out, _ = refengine("models", "qwen3.5-tiny", "--check", damaged)
+    assert f"{len(head)} of its MTP head" in out and len(head) == 15
+    save_file({name: value for name, value in tensors.items() if name != head[0]}, damaged / "model.safetensors")
+    status, _, err = refengine("models", "qwen3.5-tiny", "--check", damaged)
+    assert status == 2 and f"{head[0]}: missing" in err and err.count("\n") == 1
+    save_file({name: value for name, value in tensors.items() if name not in head}, damaged / "model.safetensors")
+    status, out, err = refengine("models", "qwen3.5-tiny", "--check", damaged)
+    assert (status, err) == (0, "") and "no MTP head" in out
+
+
 # --- inspect ----------------------------------------------------------------------------------------------------------
 
 

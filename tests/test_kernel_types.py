@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,13 +17,13 @@ import pytest
 from backends.base import Sizes, backend_class, backend_names
 from kernels_numba.machine import checked
 from kernels_numba.machine.frontend import Program
-from refengine.checkpoint import load_weights, make_checkpoint, open_checkpoint
+from refengine.checkpoint import load_mtp, load_weights, make_checkpoint, open_checkpoint
 from refengine.device import open_device
-from refengine.model import Qwen35, cache_shape
+from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.serve.passes import Session
 from refengine.serve.sampling import Sampling, draw
-from refengine.verify.launches import one_of_each_kind
+from refengine.verify.launches import one_of_each_kind, rehearse_head
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
 PROMPT, ROWS, TOKENS = list(range(52)), 33, 2
@@ -65,12 +66,15 @@ def observed(request, tmp_path_factory) -> Observed:
     """The engine, one layer of each kind, run in checked mode: any finding is an error here."""
     folder = make_checkpoint(SPEC, tmp_path_factory.mktemp("checkpoint") / "tiny")
     device, found = open_device("cpu"), defaultdict(lambda: defaultdict(set))
-    backend = backend_class(request.param)(cache_shape(SPEC), Sizes(64, page_size=48, shuffle=0, spare_pages=1))
-    model = Qwen35(SPEC, load_weights(open_checkpoint(folder, SPEC), SPEC), device, 64)
-    session = Session(model, backend, device, [PROMPT], ROWS)
+    kind, sizes = backend_class(request.param), Sizes(64, page_size=48, shuffle=0, spare_pages=1)
+    checkpoint = open_checkpoint(folder, SPEC)
+    model = Qwen35(SPEC, load_weights(checkpoint, SPEC), device, 64)
+    session = Session(model, kind(cache_shape(SPEC), sizes), device, [PROMPT], ROWS)
+    head = MtpHead(SPEC, load_mtp(checkpoint, SPEC), model, device)
     with checked(), observing(found):
         passes = list(session.run(TOKENS))
         draw(passes[-1].logits, [Sampling(temperature=1.0, top_k=5, top_p=0.9)], [len(PROMPT) + 1], device)
+        rehearse_head(head, kind(cache_shape(SPEC, mtp=True), replace(sizes, streams=2)), 2)
     assert all(np.isfinite(p.logits).all() for p in passes)
     return found
 

@@ -97,6 +97,24 @@ def test_tensor_shapes_of_the_tiny_model():
     assert ("q_proj", 0) not in shapes and ("conv", 3) not in shapes
 
 
+@pytest.mark.parametrize("name", available())
+def test_every_shipped_layout_has_an_mtp_head_of_one_layer(name):
+    spec = load_model(name)
+    shapes = {tensor.name: tensor.shape for tensor in spec.mtp_tensors()}
+    assert spec.mtp_layers == (spec.layers,) and len(shapes) == 15
+    assert shapes["mtp.fc.weight"] == (spec.hidden, 2 * spec.hidden)
+    own = {t.name.replace("model.layers.3.", "mtp.layers.0."): t.shape for t in spec.tensors() if t.layer == 3}
+    assert own.items() <= shapes.items() and len(own) == 11
+
+
+def test_the_head_adds_nothing_to_the_model_s_own_figures(tmp_path):
+    path, spec = tmp_path / "model.yaml", load_model("qwen3.5-tiny")
+    path.write_text(changed("mtp: {layers: 1}\n", ""), encoding="utf-8")
+    without = load_model(path)
+    assert without.mtp_tensors() == () and without.mtp_layers == ()
+    assert without.tensors() == spec.tensors() and without.bytes_a_page(48) == spec.bytes_a_page(48)
+
+
 def test_a_tied_head_has_no_tensor_of_its_own():
     roles = {name: {tensor.role for tensor in load_model(name).tensors()} for name in ("qwen3.5-2b", "qwen3.5-9b")}
     assert "lm_head" not in roles["qwen3.5-2b"] and "lm_head" in roles["qwen3.5-9b"]
@@ -104,13 +122,14 @@ def test_a_tied_head_has_no_tensor_of_its_own():
 
 @pytest.mark.parametrize("name", available())
 def test_tensor_names_are_unique(name):
-    names = [tensor.name for tensor in load_model(name).tensors()]
+    spec = load_model(name)
+    names = [tensor.name for tensor in (*spec.tensors(), *spec.mtp_tensors())]
     assert len(set(names)) == len(names)
 
 
 def test_only_the_delta_net_output_norm_is_not_centred():
     family = load_family("qwen3_5")
-    templates = family.model | family.layer | family.full_attention | family.linear_attention
+    templates = family.model | family.layer | family.full_attention | family.linear_attention | family.mtp
     assert {role for role, template in templates.items() if template.gain == "plain"} == {"norm"}
 
 
@@ -192,6 +211,12 @@ def test_a_rotary_width_that_would_rotate_part_of_a_pair_is_refused(tmp_path, di
     [
         ("key_heads: 2", "key_heads: 4", "gated_delta_net.key_heads: 6 value heads do not divide over 4 key heads"),
         ("conv_width: 4", "conv_width: 1", "gated_delta_net.conv_width: must be 2 or more, not 1"),
+        ("mtp: {layers: 1}", "mtp: {layers: 2}", "mtp.layers: must be 0 or 1, not 2"),
+        ("mtp: {layers: 1}", "mtp: {layers: -1}", "mtp.layers: must be 0 or 1, not -1"),
+        ("mtp: {layers: 1}", "mtp: {layers: true}", "mtp.layers: must be a whole number, not true"),
+        ("mtp: {layers: 1}", "mtp: {}", "mtp.layers: missing key"),
+        ("mtp: {layers: 1}", "mtp: {layer: 1}", "mtp.layer: unknown key; did you mean layers?"),
+        ("mtp: {layers: 1}", "mtp: 1", "mtp: must be a mapping, not 1"),
         ("output_gate: true", "output_gate: false", "attention.output_gate: must be true: family qwen3_5 always gates"),
         ("vocabulary: 320", "vocabulary: 255", "tokens.text: bytes need 256 ids, vocabulary is 255"),
         ("vocabulary: 320", "vocabulary: 258", "tokens.specials: ids 256 to 258 leave the vocabulary of 258"),

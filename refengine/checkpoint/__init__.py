@@ -9,6 +9,8 @@ from refengine.checkpoint.weights import (
     LayerWeights,
     MlpWeights,
     ModelWeights,
+    MtpWeights,
+    load_mtp,
     load_weights,
 )
 
@@ -19,7 +21,9 @@ __all__ = [
     "LayerWeights",
     "MlpWeights",
     "ModelWeights",
+    "MtpWeights",
     "cached_checkpoint",
+    "load_mtp",
     "load_weights",
     "make_checkpoint",
     "open_cached",

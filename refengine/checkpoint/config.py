@@ -35,7 +35,8 @@ _KEYS = {
     "rope_parameters.rope_theta": "rope.theta",
 }
 _FACTOR = "rope_parameters.partial_rotary_factor"
-_NAMES = {field: key for key, field in _KEYS.items()} | {"rope.dims": _FACTOR}
+_MTP = "mtp_num_hidden_layers"
+_NAMES = {field: key for key, field in _KEYS.items()} | {"rope.dims": _FACTOR, "mtp.layers": _MTP}
 
 # Keys that the family fixes, with their value; absent means this value.
 _FIXED = {
@@ -50,6 +51,7 @@ _UNKNOWN = {
     "final_logit_softcapping": None,
     "use_sliding_window": False,
     "mlp_bias": False,
+    "mtp_use_dedicated_embeddings": False,
 }
 _FAMILIES = {"qwen3_5_text": "qwen3_5"}
 _ARCHITECTURES = {"qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM")}
@@ -66,6 +68,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
         value = attrgetter(field)(spec)
         _put(config, key, list(value) if isinstance(value, tuple) else value)
     _put(config, _FACTOR, spec.rope.dims / spec.attention.head_dim)
+    _put(config, _MTP, spec.mtp.layers)
     return config
 
 
@@ -74,7 +77,16 @@ def spec_of_folder(folder: str | Path) -> ModelSpec:
 
     Raises UserError naming the folder or the key.
     """
-    folder = Path(folder)
+    return _spec_of(Path(folder), mtp_layers=0)
+
+
+def spec_beside(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """spec_of_folder, to be held against `spec`: a config.json that says nothing of an MTP head does not contradict it."""
+    return _spec_of(folder, spec.mtp.layers)
+
+
+def _spec_of(folder: Path, mtp_layers: int) -> ModelSpec:
+    """mtp_layers: of a config.json that does not say."""
     config = _Config(load_json(folder / CONFIG))
     where = Where(CONFIG, _NAMES)
     data: dict[str, Any] = {"name": _model_name(folder), "family": config.family(), "tokens": _tokens(folder, config)}
@@ -85,12 +97,13 @@ def spec_of_folder(folder: str | Path) -> ModelSpec:
         _put(data, field, config.require(key))
     _put(data, "attention.output_gate", True)
     _put(data, "rope.dims", _rotary_dims(config, where))
+    _put(data, "mtp.layers", config.get(_MTP, mtp_layers))
     return check_spec(read(ModelSpec, data, where), where)
 
 
 def check_config(folder: Path, spec: ModelSpec) -> None:
     """Raise UserError naming the first key of the folder's config.json that disagrees with `spec`."""
-    found = spec_of_folder(folder)
+    found = spec_beside(folder, spec)
     for field, key in _NAMES.items():
         have, want = attrgetter(field)(found), attrgetter(field)(spec)
         if have != want:

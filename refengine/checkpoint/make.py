@@ -71,7 +71,10 @@ def open_cached(spec: ModelSpec, seed: int = 0) -> Checkpoint:
 
 
 def _key(spec: ModelSpec, seed: int) -> str:
-    content = json.dumps([VERSION, seed, asdict(spec)], sort_keys=True)
+    layout = asdict(spec)
+    if not spec.mtp.layers:
+        del layout["mtp"]
+    content = json.dumps([VERSION, seed, layout], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -89,7 +92,7 @@ def _write_whole(spec: ModelSpec, folder: Path, seed: int, shard_bytes: int) -> 
 
 def _check_room(spec: ModelSpec, folder: Path) -> None:
     """Refuse before the first byte what the disk has no room for."""
-    needed = sum(tensor.size * ITEM_BYTES[tensor.dtype] for tensor in spec.tensors())
+    needed = sum(tensor.size * ITEM_BYTES[tensor.dtype] for tensor in _tensors(spec))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -99,15 +102,20 @@ def _check_room(spec: ModelSpec, folder: Path) -> None:
 
 
 def _write(spec: ModelSpec, folder: Path, seed: int, shard_bytes: int) -> None:
-    shards = list(_shards(spec.tensors(), shard_bytes))
+    shards = list(_shards(_tensors(spec), shard_bytes))
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
-    tensors = progress(spec.tensors(), f"making {spec.name}")
+    tensors = progress(_tensors(spec), f"making {spec.name}")
     for name, shard in zip(names, shards, strict=True):
         arrays = {tensor.name: synthetic(tensor, spec, seed) for tensor in islice(tensors, len(shard))}
         save_file(arrays, folder / name, metadata={"format": "pt"})
     _write_json(folder / CONFIG, config_of(spec))
     if len(shards) > 1:
         _write_json(folder / INDEX, _index(names, shards))
+
+
+def _tensors(spec: ModelSpec) -> tuple[Tensor, ...]:
+    """All that a checkpoint holds, the MTP head last."""
+    return (*spec.tensors(), *spec.mtp_tensors())
 
 
 def _shards(tensors: tuple[Tensor, ...], shard_bytes: int) -> Iterator[list[Tensor]]:

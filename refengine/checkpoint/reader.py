@@ -13,18 +13,24 @@ from refengine.errors import UserError
 from refengine.registry import ModelSpec, Tensor
 from refengine.registry.family import Family, load_family
 
+WITHOUT_MTP = "--drafts ngram or none"
+"""What runs without an MTP head."""
+
 
 class Checkpoint:
     """A checked checkpoint; tensors are read when asked for.
 
-    `tensors` has every tensor of the layout by (role, layer), layer None for those of the whole model.
+    `tensors` has every tensor of the layout by (role, layer), layer None for those of the whole model; the MTP head's
+    too, which the checkpoint may lack. `stored` says where each tensor is.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, tensors: tuple[Tensor, ...], files: Mapping[str, Path]) -> None:
+    def __init__(
+        self, folder: Path, spec: ModelSpec, tensors: tuple[Tensor, ...], stored: Mapping[str, Stored]
+    ) -> None:
         self.folder = folder
         self.spec = spec
         self.tensors = {(tensor.role, tensor.layer): tensor for tensor in tensors}
-        self._files = files
+        self._stored = stored
         self._open: dict[Path, Any] = {}
 
     def tensor(self, name: str) -> np.ndarray:
@@ -32,13 +38,26 @@ class Checkpoint:
 
         Raises UserError if the checkpoint has no such tensor.
         """
-        if name not in self._files:
+        if name not in self._stored:
             raise UserError(f"{self.folder}: {name}: no such tensor")
-        return self._handle(self._files[name]).get_tensor(name)
+        return self._handle(self._stored[name].file).get_tensor(name)
 
     def by_role(self, role: str, layer: int | None = None) -> np.ndarray:
         """The tensor with that role in the family, for example ("q_proj", 3) or ("embed", None)."""
         return self.tensor(self.tensors[role, layer].name)
+
+    def check_mtp(self) -> None:
+        """Raise UserError unless the checkpoint has the whole MTP head: names the layout, or the first bad tensor."""
+        wanted = self.spec.mtp_tensors()
+        if not wanted:
+            raise UserError(f"{self.spec.name}: has no MTP head; {WITHOUT_MTP} would do")
+        for tensor in wanted:
+            if tensor.name not in self._stored:
+                raise UserError(
+                    f"{tensor.name}: missing from the checkpoint; the MTP head of {self.spec.name} needs it, "
+                    f"{WITHOUT_MTP} would do"
+                )
+            _check_tensor(self._stored[tensor.name], tensor, self.spec)
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -48,6 +67,8 @@ class Checkpoint:
 
 def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     """Check a folder in the Hugging Face layout against `spec` and open it; no tensor is read yet.
+
+    The MTP head's tensors are left to Checkpoint.check_mtp: without them the model still runs.
 
     Raises UserError, one line naming file and key or tensor: config.json disagrees, a tensor is missing, unknown, or
     of another shape or type, a file is missing or damaged, the index and the shards disagree.
@@ -59,7 +80,7 @@ def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     stored = list_tensors(folder)
     tensors = spec.tensors(_prefix(stored, spec))
     _check_tensors(stored, tensors, spec)
-    return Checkpoint(folder, spec, tensors, {name: entry.file for name, entry in stored.items()})
+    return Checkpoint(folder, spec, (*tensors, *spec.mtp_tensors()), stored)
 
 
 def _prefix(stored: Mapping[str, Stored], spec: ModelSpec) -> str:

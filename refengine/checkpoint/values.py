@@ -23,6 +23,11 @@ _UNIT = math.sqrt(6) / 65536
 _LOGITS = 3.0
 # Standard deviation of what all residual branches together add to the embedding's 1.
 _BRANCHES = 1.5
+# The same of the MTP head's layer: small, so that the head mostly carries the next token's embedding to lm_head, as the
+# model's residual stream does, and some of its drafts are the model's choice.
+_MTP_BRANCHES = 0.1
+# Standard deviation of fc beside the ones that carry the embedding, times the root of its width.
+_MTP_MIXING = 0.1
 # Root mean square of the input of each output projection, for inputs of order one.
 _BRANCH_INPUT = {"o_proj": 0.3, "out_proj": 0.6, "down_proj": 0.6}
 # (mean, deviation) of the tensors that are not projections. Query and key gains above 1 make attention selective;
@@ -47,11 +52,17 @@ def synthetic(tensor: Tensor, spec: ModelSpec, seed: int) -> np.ndarray:
         part = out[start : start + _CHUNK]
         halves = words.random_raw(-(-part.size // 2)).astype("<u8").view("<u2").astype(np.int32)
         part[:] = ((halves[0::2] - halves[1::2])[: part.size].astype(np.float32) * scale + shift).astype(out.dtype)
-    return out.reshape(tensor.shape)
+    out = out.reshape(tensor.shape)
+    if tensor.role == "fc":
+        np.fill_diagonal(out, 1)
+    return out
 
 
 def distribution(tensor: Tensor, spec: ModelSpec) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's values, chosen so that activations stay of order one."""
+    """Mean and standard deviation of a tensor's values, chosen so that activations stay of order one.
+
+    The diagonal of fc, which carries the embedding, is ones instead.
+    """
     if tensor.role in _VECTORS:
         return _VECTORS[tensor.role]
     if tensor.gain is not None:
@@ -61,9 +72,17 @@ def distribution(tensor: Tensor, spec: ModelSpec) -> tuple[float, float]:
         return 0.0, _LOGITS / fan_in if spec.tied_head else 1.0
     if tensor.role == "lm_head":
         return 0.0, _LOGITS / fan_in
+    if tensor.role == "fc":
+        return 0.0, _MTP_MIXING / fan_in
     if tensor.role in _BRANCH_INPUT:
-        return 0.0, _BRANCHES / (math.sqrt(2 * spec.layers) * _BRANCH_INPUT[tensor.role] * fan_in)
+        total, layers = branches(tensor, spec)
+        return 0.0, total / (math.sqrt(2 * layers) * _BRANCH_INPUT[tensor.role] * fan_in)
     return 0.0, 1 / fan_in
+
+
+def branches(tensor: Tensor, spec: ModelSpec) -> tuple[float, int]:
+    """(Standard deviation of what all residual branches together add, layers that share it): the model's or the head's."""
+    return (_MTP_BRANCHES, spec.mtp.layers) if tensor.layer in spec.mtp_layers else (_BRANCHES, spec.layers)
 
 
 def _words(name: str, seed: int) -> np.random.PCG64:

@@ -88,23 +88,53 @@ class ModelWeights:
     lm_head: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class MtpWeights:
+    """The MTP head: x = fc · [norm(embedding of the next token) | norm(hidden)], a layer, a norm; then the model's lm_head.
+
+    fc [hidden, 2·hidden] bf16: columns of the embedding, then of the hidden state. embedding_norm, hidden_norm,
+    final_norm [hidden] fp32.
+    """
+
+    fc: np.ndarray
+    embedding_norm: np.ndarray
+    hidden_norm: np.ndarray
+    layer: LayerWeights
+    final_norm: np.ndarray
+
+
 def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> ModelWeights:
     """Read every tensor of a checkpoint that was opened with `spec`."""
     embed = checkpoint.by_role("embed")
     layers = progress(range(spec.layers), f"loading {spec.name}")
     return ModelWeights(
         embed=embed,
-        layers=tuple(_layer(checkpoint, spec, layer) for layer in layers),
+        layers=tuple(_layer(checkpoint, layer, spec.layer_types[layer]) for layer in layers),
         final_norm=_gain(checkpoint, "final_norm"),
         lm_head=embed if spec.tied_head else checkpoint.by_role("lm_head"),
     )
 
 
-def _layer(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> LayerWeights:
-    full = spec.layer_types[layer] == FULL_ATTENTION
+def load_mtp(checkpoint: Checkpoint, spec: ModelSpec) -> MtpWeights:
+    """Read the MTP head of a checkpoint that was opened with `spec`.
+
+    Raises UserError if the layout has no head, or the checkpoint lacks a tensor of it or has it in another shape or type.
+    """
+    checkpoint.check_mtp()
+    (layer,) = spec.mtp_layers
+    return MtpWeights(
+        fc=checkpoint.by_role("fc"),
+        embedding_norm=_gain(checkpoint, "embedding_norm"),
+        hidden_norm=_gain(checkpoint, "hidden_norm"),
+        layer=_layer(checkpoint, layer, FULL_ATTENTION),
+        final_norm=_gain(checkpoint, "mtp_norm"),
+    )
+
+
+def _layer(checkpoint: Checkpoint, layer: int, kind: str) -> LayerWeights:
     return LayerWeights(
         input_norm=_gain(checkpoint, "input_norm", layer),
-        mixer=_attention(checkpoint, layer) if full else _gated_delta_net(checkpoint, layer),
+        mixer=_attention(checkpoint, layer) if kind == FULL_ATTENTION else _gated_delta_net(checkpoint, layer),
         post_norm=_gain(checkpoint, "post_norm", layer),
         mlp=MlpWeights(**_matrices(checkpoint, layer, "gate_proj", "up_proj", "down_proj")),
     )

@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
-from refengine.checkpoint import open_checkpoint, spec_of_folder
-from refengine.checkpoint.config import CONFIG, config_of
-from refengine.checkpoint.files import list_tensors
+from refengine.checkpoint import open_checkpoint
+from refengine.checkpoint.config import CONFIG, config_of, spec_beside
+from refengine.checkpoint.files import Stored, list_tensors
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, show, write_report
 from refengine.errors import UserError
-from refengine.registry import ModelSpec, available, load_model
+from refengine.registry import ModelSpec, Tensor, available, load_model
 from refengine.registry.family import load_family
 
 
@@ -121,7 +121,9 @@ def checked(folder: Path, spec: ModelSpec) -> int:
         print(f"refengine: --check {folder}: {line}", file=sys.stderr)
     if found:
         return 2
-    print(f"{folder} agrees with {spec.name}: {CONFIG} and {len(spec.tensors())} tensors")
+    head = len(held_head(spec, list_tensors(folder)))
+    mtp = f"{head} of its MTP head" if head else "no MTP head"
+    print(f"{folder} agrees with {spec.name}: {CONFIG} and {len(spec.tensors())} tensors, {mtp}")
     return 0
 
 
@@ -138,7 +140,7 @@ def findings(folder: Path, spec: ModelSpec) -> Iterator[str]:
 
 def config_findings(folder: Path, spec: ModelSpec) -> Iterator[str]:
     """Each key of config.json that says something else than the entry."""
-    have, want = (flattened(config_of(s)) for s in (spec_of_folder(folder), spec))
+    have, want = (flattened(config_of(s)) for s in (spec_beside(folder, spec), spec))
     for key in want:
         if have[key] != want[key] and key != "eos_token_id":
             yield f"{CONFIG}: {key}: {have[key]} where {spec.name} has {want[key]}"
@@ -148,10 +150,17 @@ def tensor_findings(folder: Path, spec: ModelSpec) -> Iterator[str]:
     """Each tensor that is missing or has another shape or type than the entry's."""
     stored = list_tensors(folder)
     expected = [spec.tensors(prefix) for prefix in load_family(spec.family).prefixes]
-    for tensor in max(expected, key=lambda tensors: sum(t.name in stored for t in tensors)):
+    model = max(expected, key=lambda tensors: sum(t.name in stored for t in tensors))
+    for tensor in (*model, *held_head(spec, stored)):
         if (found := stored.get(tensor.name)) is None:
             yield f"{tensor.name}: missing; {spec.name} needs it"
         elif found.shape != tensor.shape:
             yield f"{tensor.name}: shape {list(found.shape)} where {spec.name} has {list(tensor.shape)}"
         elif found.dtype not in tensor.dtypes:
             yield f"{tensor.name}: type {found.dtype} where {' or '.join(tensor.dtypes)} is needed"
+
+
+def held_head(spec: ModelSpec, stored: Mapping[str, Stored]) -> tuple[Tensor, ...]:
+    """The tensors of the MTP head, which a checkpoint has whole or not at all; none where it has not one of them."""
+    head = spec.mtp_tensors()
+    return head if any(tensor.name in stored for tensor in head) else ()

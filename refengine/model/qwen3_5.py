@@ -31,11 +31,12 @@ Tap = Callable[[int, Any], None]
 """Called with (layer, attention output bf16 [W, H, D]) after each full attention."""
 
 
-def cache_shape(spec: ModelSpec) -> CacheShape:
-    """What a backend needs to know of the model."""
-    gdn = spec.gated_delta_net
+def cache_shape(spec: ModelSpec, mtp: bool = False) -> CacheShape:
+    """What a backend needs to know of the model. mtp: with the layers of its MTP head, if it has one."""
+    attention, gdn = spec.attention, spec.gated_delta_net
+    layers = spec.attention_layers + (spec.mtp_layers if mtp else ())
     return CacheShape(
-        spec.attention_layers, spec.linear_layers, spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim,
+        layers, spec.linear_layers, attention.heads, attention.kv_heads, attention.head_dim,
         gdn.value_heads, gdn.value_dim, gdn.key_dim, gdn.conv_channels, gdn.conv_width - 1,
     )  # fmt: skip
 
@@ -73,48 +74,28 @@ class Layer:
     down: Any
 
 
-class Qwen35:
-    """A model of the family on a device. positions: how far the rotary table goes.
+class Decoder:
+    """What a model of the family and its MTP head share: products, norms, and a decoder layer.
 
-    Raises UserError for a layout that the kernels cannot run.
+    rope: float32 [positions, 2, dims / 2] on the device.
     """
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, device: Device, positions: int):
-        check_dims(spec)
-        self.spec, self.xp = spec, device.xp
-        self.embedding, self.head = device.put(weights.embed), device.put(weights.lm_head)
-        self.final_norm = device.put(weights.final_norm)
-        self.layers = [upload(layer, spec, device) for layer in weights.layers]
-        self.rope = device.put(rope_table(positions, spec.rope.dims, spec.rope.theta))
+    def __init__(self, spec: ModelSpec, device: Device, rope: Any):
+        self.spec, self.xp, self.rope = spec, device.xp, rope
 
-    def forward(self, ids: Any, backend: Backend, batch: Batch, rows: Any, tap: Tap | None = None) -> Any:
-        """One pass over the batch's rows. Writes keys, values and recurrent states; ``backend.finish`` commits them.
-
-        ids: int32 [W]. rows: int [n], the rows whose logits are wanted. Returns float32 [n, vocabulary].
-        """
-        h = self.empty(len(ids), self.spec.hidden)
-        embed(h, self.embedding, ids)
-        update = None
-        for number in range(len(self.layers)):
-            update = self.layer_update(number, h, update, backend, batch, tap)
-        return self.logits(h, update, rows)
-
-    def layer_update(
-        self, number: int, h: Any, update: Any, backend: Backend, batch: Batch, tap: Tap | None = None
+    def decoder_layer(
+        self, number: int, layer: Layer, h: Any, update: Any, backend: Backend, batch: Batch, tap: Tap | None = None
     ) -> Any:
-        """One layer: h takes ``update``, then what the mixer adds, both in place; returns what the MLP adds."""
-        layer = self.layers[number]
+        """One layer: h takes ``update``, then what the mixer adds, both in place; returns what the MLP adds.
+
+        number: the layer's in the backend's caches.
+        """
         x = self.normed(h, update, layer.input_norm)
         if isinstance(layer.mixer, FullAttention):
             update = self.attention(number, layer.mixer, x, backend, batch, tap)
         else:
             update = self.delta_net(number, layer.mixer, x, backend, batch)
         return self.mlp(layer, self.normed(h, update, layer.post_norm))
-
-    def logits(self, h: Any, update: Any, rows: Any) -> Any:
-        """h takes ``update``; the logits of ``rows``: float32 [n, vocabulary]."""
-        x = self.normed(h, update, self.final_norm)
-        return self.product(self.xp.ascontiguousarray(x[rows]), self.head, np.float32)
 
     def empty(self, *shape: int, dtype: Any = BF16) -> Any:
         return self.xp.empty(shape, dtype=dtype)
@@ -170,6 +151,46 @@ class Qwen35:
         out = self.empty(x.shape[0], layer.down.shape[1])
         swiglu(out, gate_up)
         return self.product(out, layer.down)
+
+
+class Qwen35(Decoder):
+    """A model of the family on a device. positions: how far the rotary table goes.
+
+    Raises UserError for a layout that the kernels cannot run.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, device: Device, positions: int):
+        check_dims(spec)
+        super().__init__(spec, device, device.put(rope_table(positions, spec.rope.dims, spec.rope.theta)))
+        self.embedding, self.head = device.put(weights.embed), device.put(weights.lm_head)
+        self.final_norm = device.put(weights.final_norm)
+        self.layers = [upload(layer, spec, device) for layer in weights.layers]
+
+    def forward(self, ids: Any, backend: Backend, batch: Batch, rows: Any, tap: Tap | None = None) -> Any:
+        """One pass over the batch's rows. Writes keys, values and recurrent states; ``backend.finish`` commits them.
+
+        ids: int32 [W]. rows: int [n], the rows whose logits are wanted. Returns float32 [n, vocabulary].
+        """
+        return self.logits(self.hidden(ids, backend, batch, tap), rows)
+
+    def hidden(self, ids: Any, backend: Backend, batch: Batch, tap: Tap | None = None) -> Any:
+        """``forward`` up to the final norm, bf16 [W, hidden]: what ``logits`` takes, and an MTP head beside it."""
+        h = self.empty(len(ids), self.spec.hidden)
+        embed(h, self.embedding, ids)
+        update = None
+        for number in range(len(self.layers)):
+            update = self.layer_update(number, h, update, backend, batch, tap)
+        return self.normed(h, update, self.final_norm)
+
+    def layer_update(
+        self, number: int, h: Any, update: Any, backend: Backend, batch: Batch, tap: Tap | None = None
+    ) -> Any:
+        """``decoder_layer`` of one of the model's layers."""
+        return self.decoder_layer(number, self.layers[number], h, update, backend, batch, tap)
+
+    def logits(self, hidden: Any, rows: Any) -> Any:
+        """The logits of ``rows`` of what ``hidden`` gives: float32 [n, vocabulary]."""
+        return self.product(self.xp.ascontiguousarray(hidden[rows]), self.head, np.float32)
 
 
 def upload(layer: LayerWeights, spec: ModelSpec, device: Device) -> Layer:

@@ -1,7 +1,7 @@
 """Model layouts: one YAML file each, read strictly into a frozen ModelSpec."""
 
 from refengine.registry.loader import available, load_model
-from refengine.registry.parts import Attention, GatedDeltaNet, Mlp, Rope, Tensor, Tokens
+from refengine.registry.parts import Attention, GatedDeltaNet, Mlp, Mtp, Rope, Tensor, Tokens
 from refengine.registry.rules import check_spec
 from refengine.registry.spec import FULL_ATTENTION, LINEAR_ATTENTION, ModelSpec
 
@@ -12,6 +12,7 @@ __all__ = [
     "GatedDeltaNet",
     "Mlp",
     "ModelSpec",
+    "Mtp",
     "Rope",
     "Tensor",
     "Tokens",

@@ -24,15 +24,20 @@ class Template:
 
 @dataclass(frozen=True)
 class Family:
-    """The tensors of a family by role: those of the model, of every layer, and of each kind of layer."""
+    """The tensors of a family by role: those of the model, of every layer, of each kind of layer, and of the MTP head.
+
+    Names of the head, and of its layers, start with `mtp_prefix`.
+    """
 
     family: str
     prefixes: tuple[str, ...]
+    mtp_prefix: str
     ignored: tuple[str, ...]
     model: dict[str, Template]
     layer: dict[str, Template]
     full_attention: dict[str, Template]
     linear_attention: dict[str, Template]
+    mtp: dict[str, Template]
 
     def of_layer(self, layer_type: str) -> dict[str, Template]:
         """Roles of a layer of type "full_attention" or "linear_attention"."""

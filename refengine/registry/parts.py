@@ -46,6 +46,13 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Mtp:
+    """Multi-token prediction: a head of `layers` decoder layers with full attention, 0 where a model has none."""
+
+    layers: int
+
+
+@dataclass(frozen=True)
 class Tokens:
     """Token ids. `text` is "bytes" (id = byte) or "tokenizer" (a tokenizer.json beside the weights).
 

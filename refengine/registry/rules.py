@@ -27,6 +27,7 @@ def _rules(spec: ModelSpec) -> Iterator[Rule]:
     yield from _delta_net_rules(spec)
     yield from _size_rules(spec)
     yield from _layer_rules(spec)
+    yield "mtp.layers", spec.mtp.layers in (0, 1), f"must be 0 or 1, not {spec.mtp.layers}"
     yield from _token_rules(spec)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from refengine.errors import UserError
 from refengine.registry.family import Family, Template, load_family
-from refengine.registry.parts import Attention, GatedDeltaNet, Mlp, Rope, Tensor, Tokens
+from refengine.registry.parts import Attention, GatedDeltaNet, Mlp, Mtp, Rope, Tensor, Tokens
 
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
@@ -34,6 +34,7 @@ class ModelSpec:
     gated_delta_net: GatedDeltaNet
     mlp: Mlp
     tokens: Tokens
+    mtp: Mtp = Mtp(0)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -44,6 +45,11 @@ class ModelSpec:
     def linear_layers(self) -> tuple[int, ...]:
         """Numbers of the Gated DeltaNet layers, which have recurrent state."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == LINEAR_ATTENTION)
+
+    @property
+    def mtp_layers(self) -> tuple[int, ...]:
+        """Numbers of the MTP head's layers in a cache: they follow the model's."""
+        return tuple(range(self.layers, self.layers + self.mtp.layers))
 
     @property
     def state_bytes(self) -> int:
@@ -83,6 +89,7 @@ class ModelSpec:
         return {
             "one": 1,
             "hidden": self.hidden,
+            "embedding_and_hidden": 2 * self.hidden,
             "vocabulary": self.vocabulary,
             "mlp_width": self.mlp.width,
             "head_dim": attention.head_dim,
@@ -97,20 +104,33 @@ class ModelSpec:
         }
 
     def tensors(self, prefix: str | None = None) -> tuple[Tensor, ...]:
-        """Every tensor of a checkpoint; names start with `prefix` (by default the family's first)."""
+        """Every tensor of the model without its MTP head; names start with `prefix` (by default the family's first)."""
         family = load_family(self.family)
         return tuple(self._tensors(family, family.prefixes[0] if prefix is None else prefix))
+
+    def mtp_tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the MTP head, none where the model has no head; its layers count on from the model's."""
+        return tuple(self._mtp_tensors(load_family(self.family))) if self.mtp.layers else ()
 
     def _tensors(self, family: Family, prefix: str) -> Iterator[Tensor]:
         for role, template in family.model.items():
             if not (self.tied_head and role == "lm_head"):
-                yield self._tensor(role, template, prefix, None)
+                yield self._tensor(role, template, template.name.format(prefix=prefix), None)
         for layer, kind in enumerate(self.layer_types):
             for role, template in family.of_layer(kind).items():
-                yield self._tensor(role, template, prefix, layer)
+                yield self._tensor(role, template, template.name.format(prefix=prefix, layer=layer), layer)
 
-    def _tensor(self, role: str, template: Template, prefix: str, layer: int | None) -> Tensor:
+    def _mtp_tensors(self, family: Family) -> Iterator[Tensor]:
+        prefix = family.mtp_prefix
+        for role, template in family.mtp.items():
+            yield self._tensor(role, template, template.name.format(prefix=prefix), None)
+        for number in range(self.mtp.layers):
+            for role, template in family.of_layer(FULL_ATTENTION).items():
+                name = template.name.format(prefix=prefix, layer=number)
+                yield self._tensor(role, template, name, self.layers + number)
+
+    def _tensor(self, role: str, template: Template, name: str, layer: int | None) -> Tensor:
         sizes = self.dimensions
-        shape = tuple(sizes[name] for name in template.shape)
+        shape = tuple(sizes[dimension] for dimension in template.shape)
         dtypes = ("BF16", "F32") if len(shape) == 1 else ("BF16",)
-        return Tensor(template.name.format(prefix=prefix, layer=layer), shape, dtypes, role, layer, template.gain)
+        return Tensor(name, shape, dtypes, role, layer, template.gain)

@@ -48,4 +48,4 @@ def layer_output(model: Qwen35, number: int, h: np.ndarray, backend: Backend, ba
 
 def forced_head(model: Qwen35, h: np.ndarray) -> np.ndarray:
     """Logits of every row, float32 [W, vocabulary], from the residual stream after the last layer, bf16 [W, hidden]."""
-    return model.logits(h.copy(), None, np.arange(len(h)))
+    return model.logits(model.normed(h, None, model.final_norm), np.arange(len(h)))

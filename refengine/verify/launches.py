@@ -18,13 +18,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from backends.base import Backend, Sizes, backend_class
+from backends.base import DECODE, PROMPT, Backend, Sizes, backend_class
 from kernels_numba.machine import Kernel
 from kernels_numba.machine.frontend import Program
 from kernels_numba.machine.modes import Noted, recorded
-from refengine.checkpoint import Checkpoint, load_weights
+from refengine.checkpoint import Checkpoint, load_mtp, load_weights
 from refengine.device import open_device
-from refengine.model import Qwen35, cache_shape
+from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import ModelSpec, load_model
 from refengine.serve.passes import Session
 from refengine.serve.sampling import Sampling, draw
@@ -40,7 +40,7 @@ MODELS = (("qwen3.5-tiny", None), ("qwen3.8-27b", None), ("qwen3.5-tiny", 64), (
 
 
 def launches(spec: ModelSpec, backend: type[Backend]) -> list[Noted]:
-    """Every different launch of prompt passes and decode steps, in order."""
+    """Every different launch of prompt passes and decode steps, the MTP head's too, in order."""
     small = one_of_each_kind(spec)
     weights = load_weights(BlankCheckpoint(small), small)
     with recorded() as recording:
@@ -50,13 +50,26 @@ def launches(spec: ModelSpec, backend: type[Backend]) -> list[Noted]:
 
 
 def rehearse(spec: ModelSpec, weights: Any, backend: type[Backend], prompts: Sequence[Sequence[int]]) -> None:
-    """The prompts in passes and one decode step, and a draw."""
+    """The prompts in passes and one decode step, a draw, then the same of the MTP head, if the model has one."""
     device, context = open_device("cpu"), len(prompts[0]) + 2
     sizes = Sizes(context, len(prompts), PAGE_SIZE)
     model = Qwen35(spec, weights, device, context)
     for _ in Session(model, backend(cache_shape(spec), sizes), device, prompts, PROMPT_ROWS).run(2):
         pass
     draw(np.zeros((1, spec.vocabulary), np.float32), [Sampling(temperature=1.0)], [0], device)
+    if spec.mtp_layers:
+        head = MtpHead(spec, load_mtp(BlankCheckpoint(spec), spec), model, device)
+        rehearse_head(head, backend(cache_shape(spec, mtp=True), sizes), len(prompts))
+
+
+def rehearse_head(head: MtpHead, backend: Backend, streams: int) -> None:
+    """The head over a prompt pass of PROMPT_ROWS rows of one stream, or a row of each of several, and a decode step."""
+    work = [(backend.open(), PROMPT_ROWS if streams == 1 else 1) for _ in range(streams)]
+    for phase, passed in ((PROMPT, work), (DECODE, [(stream, 1) for stream, _ in work])):
+        batch = backend.batch(phase, passed)
+        hidden = np.zeros((batch.rows, head.spec.hidden), ml_dtypes.bfloat16)
+        head.forward(np.zeros(batch.rows, np.int32), hidden, backend, batch, np.arange(streams))
+        backend.finish(batch)
 
 
 def one_of_each_kind(spec: ModelSpec) -> ModelSpec:
@@ -120,7 +133,10 @@ class BlankCheckpoint(Checkpoint):
     """A checkpoint of the right names, shapes and types."""
 
     def __init__(self, spec: ModelSpec):
-        super().__init__(Path(), spec, spec.tensors(), {})
+        super().__init__(Path(), spec, (*spec.tensors(), *spec.mtp_tensors()), {})
+
+    def check_mtp(self) -> None:
+        """It has whatever the layout has."""
 
     def by_role(self, role: str, layer: int | None = None) -> np.ndarray:
         tensor = self.tensors[role, layer]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels_numba.rope_store import rope_table
-from refengine.checkpoint import AttentionWeights, GatedDeltaNetWeights, LayerWeights, ModelWeights
+from refengine.checkpoint import AttentionWeights, GatedDeltaNetWeights, LayerWeights, ModelWeights, MtpWeights
 from refengine.registry import ModelSpec
 
 from . import oracles
@@ -115,6 +115,22 @@ def head(w: ModelWeights, spec: ModelSpec, h: Array, take: Take) -> Array:
     """Logits [W, vocabulary] from the residual stream after the last layer."""
     x = take(oracles.rms_norm(h, w.final_norm, spec.norm_eps))
     return take(oracles.matmul(x, w.lm_head, bf16=False))
+
+
+def mtp(
+    w: MtpWeights, spec: ModelSpec, lm_head: Array, embedding: Array, hidden: Array, take: Take
+) -> tuple[Array, Array]:
+    """The MTP head: (logits [W, vocabulary], its own hidden state [W, hidden]).
+
+    embedding: [W, hidden], of each row's next token; hidden: [W, hidden], the model's state after its final norm.
+    """
+    embedding = take(oracles.rms_norm(embedding, w.embedding_norm, spec.norm_eps))
+    hidden = take(oracles.rms_norm(hidden, w.hidden_norm, spec.norm_eps))
+    fc_embedding, fc_hidden = np.split(w.fc, 2, axis=1)
+    parts = [take(oracles.matmul(x, fc, bf16=False)) for x, fc in ((embedding, fc_embedding), (hidden, fc_hidden))]
+    h = layer(w.layer, spec, take(oracles.add_rounded(*parts)), take)
+    x = take(oracles.rms_norm(h, w.final_norm, spec.norm_eps))
+    return take(oracles.matmul(x, lm_head, bf16=False)), x
 
 
 def project(x: Array, weight: Array, take: Take) -> Array:

@@ -91,6 +91,12 @@ def matmul(x: Array, weight: Array, bf16: bool) -> Pair:
     return rounded(x @ weight.T, error) if bf16 else within(x @ weight.T, error)
 
 
+def add_rounded(a: Array, b: Array) -> Pair:
+    """bf16(a + b), elementwise: the sum rounds to float32, then to bf16."""
+    a, b = wide(a, b)
+    return rounded(a + b, U * np.abs(a + b))
+
+
 def rms_norm(x: Array, gain: Array, eps: float) -> Pair:
     """x: [rows, D], gain: [D].
 
