@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from kernels_numba.streams import (
     V_EXP_PLANE,
     V_PLANE,
 )
+from kernels_numba.tree_plan import plan_trees
 
 __all__ = [
     "DECODE",
@@ -200,24 +202,32 @@ class Backend(ABC):
 
     # --- A pass -----------------------------------------------------------------------------------------------------------
 
-    def batch(self, phase: str, work: Sequence[tuple[Stream, int]]) -> Batch:
+    def batch(
+        self, phase: str, work: Sequence[tuple[Stream, int]], parents: Sequence[Sequence[int]] | None = None
+    ) -> Batch:
         """The tables of a pass over (stream, rows) pairs; streams get a place for their rows.
+
+        parents: of a decode pass's rows, that are drafts then: the window row that each follows, -1 where it follows the
+        committed positions. ``finish`` is told which are accepted. Without it a stream's rows follow each other and are kept.
 
         A stream with no rows sits the pass out. A backend is in one pass at a time, for it has one window record: the
         newest batch takes the place of one that was not finished. Raises BackendError, and changes nothing, for a pass
         that makes no sense or a stream without room.
         """
-        self.check_pass(phase, work)
+        self.check_pass(phase, work, parents)
         self.claim([(stream, stream.committed + rows) for stream, rows in work])
         first, table = 0, []
         for stream, rows in work:
             table.append(self.stream_row(stream, first, rows))
             first += rows
         members = tuple(stream for stream, _ in work)
-        self.current = self.tables(phase, members, np.array(table, np.int64).reshape(-1, COLUMNS))
+        on_host = np.array(table, np.int64).reshape(-1, COLUMNS)
+        self.current = self.tables(phase, members, on_host, parents)
         return self.current
 
-    def check_pass(self, phase: str, work: Sequence[tuple[Stream, int]]) -> None:
+    def check_pass(
+        self, phase: str, work: Sequence[tuple[Stream, int]], parents: Sequence[Sequence[int]] | None = None
+    ) -> None:
         """Raise BackendError for an unknown phase, or rows that a stream cannot have in a pass of it."""
         if phase not in (PROMPT, DECODE):
             raise BackendError(f"{self.name}: phase {phase!r}: use {PROMPT!r} or {DECODE!r}")
@@ -229,6 +239,19 @@ class Backend(ABC):
                 raise BackendError(
                     f"{self.name}: stream {stream.number}: {rows} decode rows; window_rows allows {most}"
                 )
+        if parents is not None:
+            self.check_drafts(phase, [rows for _, rows in work], parents)
+
+    def check_drafts(self, phase: str, rows: Sequence[int], parents: Sequence[Sequence[int]]) -> None:
+        """Raise BackendError for drafts in a prompt pass, or parents that are not the rows' or stand after them."""
+        if phase != DECODE:
+            raise BackendError(f"{self.name}: parents: drafts belong to {DECODE!r} passes")
+        if [len(p) for p in parents] != list(rows):
+            raise BackendError(f"{self.name}: parents: one for each of the {list(rows)} rows of the streams")
+        try:
+            decode_plan.check_parents(parents)
+        except ValueError as refusal:
+            raise BackendError(f"{self.name}: {refusal}") from refusal
 
     def check_current(self, batch: Batch) -> None:
         """Raise BackendError unless the batch is the pass that this backend is in."""
@@ -238,7 +261,13 @@ class Backend(ABC):
                 "make another"
             )
 
-    def tables(self, phase: str, members: tuple[Stream, ...], table: np.ndarray) -> Batch:
+    def tables(
+        self,
+        phase: str,
+        members: tuple[Stream, ...],
+        table: np.ndarray,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Batch:
         """A batch with its tables on the device."""
         put = self.xp.asarray
         streams, slots = put(self.layer_tables(table)), put(np.array([s.slot for s in members], np.int32))
@@ -246,10 +275,15 @@ class Backend(ABC):
             owners = np.repeat(np.arange(len(members), dtype=np.int32), table[:, ROWS])
             return Batch(phase, members, table, streams, put(owners), slots)
         shape = self.shape
-        owners, paths, depths = map(put, decode_plan.chain_tables(table))
+        lines = decode_plan.chain_tables(table) if parents is None else decode_plan.tree_tables(table, parents)
+        owners, paths, depths = map(put, lines)
         plan = decode_plan.plan_decode(table, shape.heads, shape.kv_heads, shape.head_dim)
         scratch = self.xp.empty(plan.scratch_size, dtype=np.float32)
-        return Batch(phase, members, table, streams, owners, slots, paths, depths, plan.to(self.xp), scratch)
+        batch = Batch(phase, members, table, streams, owners, slots, paths, depths, plan.to(self.xp), scratch)
+        if parents is None:
+            return batch
+        schedule = plan_trees(parents, table[:, FIRST].tolist()).to(self.xp)
+        return replace(batch, parents=tuple(map(tuple, parents)), schedule=schedule)
 
     def layer_states(self, layer: int, batch: Batch) -> tuple[Any, Any]:
         """linear_layer, for a pass; batch.slots says which slots are the batch's. Raises as check_current does."""
@@ -327,23 +361,39 @@ class Backend(ABC):
             )
             bound[grid, threads, None, shared](out, q, *address, number, shape.heads, shape.kv_heads, scale)
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: Batch, accepted: Sequence[int] | None = None) -> None:
         """The pass is through: its rows are committed; a decode pass's records are kept in the caches.
 
-        Raises as check_current does, so a pass is committed once.
+        accepted: of a drafted pass, the window row of each stream up to whose path its drafts are kept, -1: none of them.
+        Raises as check_current does, so a pass is committed once, and BackendError for rows that the pass does not have.
         """
         self.check_current(batch)
+        kept = self.kept_rows(batch, accepted)
         if batch.phase == DECODE:
-            ends = self.xp.asarray((batch.table[:, FIRST] + batch.table[:, ROWS] - 1).astype(np.int32))
-            kept = self.xp.asarray(batch.table[:, ROWS].astype(np.int32))
+            last, counts = (self.xp.asarray(a) for a in batch.ends(kept))
+            most = max(map(len, kept), default=0)
             for layer in self.shape.attention_layers:
                 keep.keep(
-                    self.arena.words, self.pages, self.layer_streams(layer, batch), batch.paths, ends, kept,
-                    *self.record(layer, batch), int(batch.table[:, ROWS].max(initial=0)), self.layout, self.sizes.kv,
+                    self.arena.words, self.pages, self.layer_streams(layer, batch), batch.paths, last, counts,
+                    *self.record(layer, batch), most, self.layout, self.sizes.kv,
                 )  # fmt: skip
-        for stream, rows in zip(batch.members, batch.table[:, ROWS]):
-            stream.committed += int(rows)
+        for stream, path in zip(batch.members, kept):
+            stream.committed += len(path)
         self.current = None
+
+    def kept_rows(self, batch: Batch, accepted: Sequence[int] | None) -> list[list[int]]:
+        """The window rows of each stream that ``finish`` keeps, in order. Raises BackendError as it does."""
+        rows = [int(n) for n in batch.table[:, ROWS]]
+        if not batch.drafted:
+            if accepted is not None:
+                raise BackendError(f"{self.name}: accepted: this pass has no drafts; leave it out")
+            return [list(range(n)) for n in rows]
+        if accepted is None or len(accepted) != len(rows):
+            raise BackendError(f"{self.name}: accepted: name the last accepted row of each of {len(rows)} streams")
+        for stream, (last, count) in enumerate(zip(accepted, rows)):
+            if not -1 <= last < count:
+                raise BackendError(f"{self.name}: accepted: stream {stream}: row {last}; it has {count}, -1 is none")
+        return [batch.path(stream, last) for stream, last in enumerate(accepted)]
 
     def planes(self, layer: int) -> tuple[int, int]:
         """Word offsets of a layer's K and V in a page."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from backends.stream import Stream
-from kernels_numba.streams import ROWS, TABLE
+from kernels_numba.streams import FIRST, ROWS, TABLE
 
 PROMPT, DECODE = "prompt", "decode"
 
@@ -60,6 +61,11 @@ class Batch:
     def holds_pages(self) -> bool:
         """Whether a stream with rows in this pass is on pages."""
         return bool(((self.table[:, TABLE] >= 0) & (self.table[:, ROWS] > 0)).any())
+
+    def ends(self, kept: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """(last int32 [S], kept int32 [S]): the row of the launch whose path is kept, and how many rows it has."""
+        last = [first + (path[-1] if path else 0) for first, path in zip(self.table[:, FIRST], kept)]
+        return np.array(last, np.int32), np.array([len(path) for path in kept], np.int32)
 
     def path(self, stream: int, row: int) -> list[int]:
         """Window rows from the root to ``row`` of a stream's window; -1: none."""

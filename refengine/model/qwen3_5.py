@@ -6,7 +6,7 @@ computes is independent of its batch, so the bits of a row depend on its sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from backends.arena import CacheShape
 from backends.base import PROMPT, Backend, Batch, Norms
-from kernels_numba import gated_delta_net
+from kernels_numba import delta_trees, gated_delta_net
 from kernels_numba.activations import attention_gate, swiglu
 from kernels_numba.embedding import embed
 from kernels_numba.matmul import matmul
@@ -127,23 +127,42 @@ class Decoder:
         return self.product(gated, w.out)
 
     def delta_net(self, number: int, w: DeltaNet, x: Any, backend: Backend, batch: Batch) -> Any:
-        """Projection, convolution, gates, delta rule (chain for prompts, step for decode), gated norm, projection."""
+        """Projection, convolution, gates, delta rule, gated norm, projection."""
         gdn = self.spec.gated_delta_net
         states, histories = backend.layer_states(number, batch)
-        rows, streams, slots = x.shape[0], batch.streams[0], batch.slots
         mixed = self.product(x, w.mixed)
-        qkv = self.empty(rows, gdn.conv_channels)
-        gated_delta_net.conv(qkv, mixed, histories, w.conv, batch.owners, streams, slots, gdn.key_heads)
-        gated_delta_net.commit_conv(histories, mixed, streams, slots)
-        decay, beta = (self.empty(rows, gdn.value_heads, dtype=np.float32) for _ in range(2))
+        qkv = self.convolution(mixed, histories, w, batch)
+        decay, beta = (self.empty(len(x), gdn.value_heads, dtype=np.float32) for _ in range(2))
         gated_delta_net.gates(decay, beta, mixed, w.a_log, w.dt_bias, gdn.key_heads)
-        y = self.empty(rows, gdn.value_heads * gdn.value_dim)
-        if batch.phase == PROMPT:
-            gated_delta_net.chain(y, states, qkv, decay, beta, streams, slots)
-        else:
-            gated_delta_net.step(y, states, qkv, decay, beta, streams, slots, commit=True)
+        y = self.recurrence(states, qkv, decay, beta, batch)
+        if batch.drafted:
+            batch.linear[number] = mixed, qkv, decay, beta
         gated_delta_net.gated_norm(y, y, mixed, w.norm, self.spec.norm_eps, gdn.key_heads)
         return self.product(y, w.out)
+
+    def convolution(self, mixed: Any, histories: Any, w: DeltaNet, batch: Batch) -> Any:
+        """q, k and v of each row: bf16 [W, C]. The histories move on, unless the rows are drafts."""
+        gdn, place = self.spec.gated_delta_net, (batch.owners, batch.streams[0], batch.slots)
+        qkv = self.empty(len(mixed), gdn.conv_channels)
+        if batch.drafted:
+            lines = (batch.paths, batch.depths)
+            gated_delta_net.conv_path(qkv, mixed, histories, w.conv, *place, *lines, gdn.key_heads)
+        else:
+            gated_delta_net.conv(qkv, mixed, histories, w.conv, *place, gdn.key_heads)
+            gated_delta_net.commit_conv(histories, mixed, *place[1:])
+        return qkv
+
+    def recurrence(self, states: Any, qkv: Any, decay: Any, beta: Any, batch: Batch) -> Any:
+        """The delta rule, bf16 [W, HV·DV]: chain for prompts, step for decode; the states move on, unless the rows are drafts."""
+        gdn, place = self.spec.gated_delta_net, (batch.streams[0], batch.slots)
+        y = self.empty(len(qkv), gdn.value_heads * gdn.value_dim)
+        if batch.drafted:
+            delta_trees.step_tree(y, states, qkv, decay, beta, *place, batch.schedule)
+        elif batch.phase == PROMPT:
+            gated_delta_net.chain(y, states, qkv, decay, beta, *place)
+        else:
+            gated_delta_net.step(y, states, qkv, decay, beta, *place, commit=True)
+        return y
 
     def mlp(self, layer: Layer, x: Any) -> Any:
         """SwiGLU."""
@@ -167,7 +186,7 @@ class Qwen35(Decoder):
         self.layers = [upload(layer, spec, device) for layer in weights.layers]
 
     def forward(self, ids: Any, backend: Backend, batch: Batch, rows: Any, tap: Tap | None = None) -> Any:
-        """One pass over the batch's rows. Writes keys, values and recurrent states; ``backend.finish`` commits them.
+        """One pass over the batch's rows. Writes keys, values and recurrent states; ``finish`` commits them.
 
         ids: int32 [W]. rows: int [n], the rows whose logits are wanted. Returns float32 [n, vocabulary].
         """
@@ -181,6 +200,19 @@ class Qwen35(Decoder):
         for number in range(len(self.layers)):
             update = self.layer_update(number, h, update, backend, batch, tap)
         return self.normed(h, update, self.final_norm)
+
+    def finish(self, backend: Backend, batch: Batch, accepted: Sequence[int] | None = None) -> None:
+        """Commit a pass. accepted: of a drafted one, as ``backend.finish`` takes it; the recurrent states take those rows now.
+
+        Raises BackendError as ``backend.finish`` does, before anything has changed.
+        """
+        last, kept = map(self.xp.asarray, batch.ends(backend.kept_rows(batch, accepted)))
+        place = (batch.streams[0], batch.slots, batch.paths, last, kept)
+        for number, (mixed, qkv, decay, beta) in batch.linear.items():
+            states, histories = backend.layer_states(number, batch)
+            delta_trees.replay(states, qkv, decay, beta, *place)
+            gated_delta_net.commit_conv_path(histories, mixed, *place)
+        backend.finish(batch, accepted)
 
     def layer_update(
         self, number: int, h: Any, update: Any, backend: Backend, batch: Batch, tap: Tap | None = None

@@ -58,7 +58,7 @@ class Session:
         batch = self.backend.batch(phase, work)
         wanted = [len(ids) - 1] if phase == PROMPT else list(range(len(ids)))
         logits = self.forward(ids, batch, wanted, tap)
-        self.backend.finish(batch)
+        self.model.finish(self.backend, batch)
         chosen = self.greedy(logits)
         if phase == DECODE:
             for reply, token in zip(self.replies, chosen):
