@@ -149,9 +149,11 @@ def case_data(case: AttentionCase, seed: int) -> list[tuple[Array, Array, Array]
 
 @lru_cache(8)
 def fp8_data(geometry: Heads, seed: int, stream: int, length: int) -> tuple[Array, Array, Array]:
-    """As stream_data, keys and values through an fp8 cache."""
+    """As stream_data, keys and values through an fp8 cache, neighbours with unlike exponents."""
     q, k, v = stream_data(geometry, seed, stream, length)
-    return q, fp8_oracle.through_fp8(k), fp8_oracle.through_fp8(v)
+    power = (np.arange(length)[:, None] + np.arange(geometry.kv_heads)) % 3 - 1
+    scale = np.exp2(power)[..., None].astype(k.dtype)
+    return q, fp8_oracle.through_fp8(k * scale), fp8_oracle.through_fp8(v * scale)
 
 
 def queries(case: AttentionCase, seed: int) -> Array:
