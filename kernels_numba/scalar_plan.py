@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels_numba.decode_plan import check_heads, check_windows, row_streams, slots_of
+from kernels_numba.decode_plan import carve_partials, check_heads, check_windows, row_streams, slots_of
 from kernels_numba.streams import COMMITTED, FIRST, ROWS
 
 MOST_SCALAR_ROWS = 128
@@ -65,12 +65,7 @@ class ScalarPlan:
 
     def carve(self, scratch: Any) -> tuple[Any, Any, Any]:
         """(po, pm, pl) inside scratch, float32 [at least scratch_size]. Raises ValueError when it is smaller."""
-        if scratch.ndim != 1 or scratch.dtype != np.float32 or scratch.size < self.scratch_size:
-            raise ValueError(f"scratch {scratch.dtype} {scratch.shape}: scalar needs float32 [{self.scratch_size}]")
-        size = int(np.prod(self.partials, dtype=np.int64))
-        ends = [n * size for n in (self.D, self.D + 1, self.D + 2)]
-        po, pm, pl = scratch[: ends[0]], scratch[ends[0] : ends[1]], scratch[ends[1] : ends[2]]
-        return po.reshape(*self.partials, self.D), pm.reshape(self.partials), pl.reshape(self.partials)
+        return carve_partials(scratch, self.partials, self.D)
 
 
 def slices(rows: int, most: int = MOST_SCALAR_ROWS) -> Iterator[tuple[int, int]]:

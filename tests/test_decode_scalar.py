@@ -462,7 +462,7 @@ def test_a_plan_that_makes_no_sense_is_refused(call, words):
 
 def test_a_scratch_too_small_and_an_out_of_another_shape_are_refused():
     launch = Launch(LEAST, window, 0, [(3, 5)])
-    with pytest.raises(ValueError, match=r"scalar needs float32 \[198\]"):
+    with pytest.raises(ValueError, match=r"needs float32 \[198\]"):
         launch.plan.carve(np.zeros(197, np.float32))
     with pytest.raises(ValueError, match="the plan is for"):
         launch.run(replace(launch.plan, heads=2))

@@ -203,10 +203,7 @@ def alone(case: ScalarCase, seed: int) -> tuple[ScalarCase, Inputs]:
     streams[:, columns.FIRST], streams[:, columns.ROWS] = np.arange(case.total), 1
     if case.shape == CHAIN:
         streams[:, columns.COMMITTED] += np.arange(case.total) - np.array(case.firsts)[line_of]
-    single = replace(
-        case, layout="window", ptok=0, streams=((1, 0),) * case.total, own="cache",
-        kv=case.as_bf16,
-    )  # fmt: skip
+    single = replace(case, layout="window", ptok=0, streams=((1, 0),) * case.total, own="cache", kv=case.as_bf16)
     inputs = assembled(single, replace(laid, streams=streams), queries(case, seed), NAN, seed)
     return single, {**inputs, "depths": depths}
 
