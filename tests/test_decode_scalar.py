@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -157,6 +158,40 @@ def row_in_numpy(q, k, v, scale) -> np.ndarray:
             folded = fold(folded, chunk_in_numpy(q, k[start : start + CHUNK], v[start : start + CHUNK], scale))
         row = fold(row, folded)
     return (row[2] / row[1]).astype(ml_dtypes.bfloat16)
+
+
+def assert_partials(on_trial: ModuleType = module) -> None:
+    """The float32 partials of every row and head of a window over two chunks."""
+    launch = Launch(SMALL, paged, 48, [(3, 575)])
+    launch.run(module=on_trial)
+    po, pm, pl = launch.plan.carve(launch.scratch[GUARD:-GUARD])
+    for row, head, slot in product(range(3), range(6), range(2)):
+        keys = slice(CHUNK * slot, min(CHUNK * (slot + 1), 575 + row + 1))
+        k, v = (a[keys, head // launch.plan.group].astype(F32) for a in launch.lines[0])
+        m, total, o = chunk_in_numpy(launch.q[row, head].astype(F32), k, v, launch.scale)
+        assert_same_bits(np.array([pm[slot, row, head], pl[slot, row, head]]), np.array([m, total]))
+        assert_same_bits(po[slot, row, head], o)
+
+
+def test_partials_to_the_last_bit():
+    assert_partials()
+
+
+ORDERS = [
+    ("fma(high, bf16_high(k1), fma(low, bf16_low(k1), s1))", "fma(low, bf16_low(k1), fma(high, bf16_high(k1), s1))"),
+    ("((s[0] + s[1]) + s[2]) + s[3]", "(s[0] + s[1]) + (s[2] + s[3])"),
+    ("x = x + shfl_xor(x, 8)\n    x = x + shfl_xor(x, 4)", "x = x + shfl_xor(x, 4)\n    x = x + shfl_xor(x, 8)"),
+    ("high = fma(p, bf16_high(pair), high)", "high = high + p * bf16_high(pair)"),
+    ("fma(o[2 * n], alpha, low)", "o[2 * n] * alpha + low"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), ORDERS, ids=lambda text: text.split("\n")[0])
+def test_red_another_order(old, new):
+    source = inspect.getsource(module)
+    assert source.count(old) == 1
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_partials(module_from(source.replace(old, new), module.__name__))
 
 
 @pytest.mark.parametrize("own", ["record", "cache"])
