@@ -87,9 +87,15 @@ class AttentionCase:
     def __str__(self) -> str:
         form = self.layout + (f" P={self.ptok}" if self.layout in ("paged", "mixed") else "")
         form += f" {self.kv}" if self.kv != "bf16" else ""
-        rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
+        rows, committed = map(listed, zip(*self.streams, strict=True))
         far = f" pages from {self.first_page}" if self.first_page else ""
         return f"{self.geometry} {form} W={rows} p0={committed}{far}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers in order; of many that are all alike, how many and which."""
+    alike = len(numbers) > 4 and len(set(numbers)) == 1
+    return f"{len(numbers)}x{numbers[0]}" if alike else ",".join(map(str, numbers))
 
 
 class AttentionEntry(Entry):
