@@ -344,7 +344,7 @@ class Backend(ABC):
         else:
             decode_attention.decode_attention(
                 out, q, *address, batch.owners, batch.paths, batch.depths, *self.record(layer, batch), scale, batch.scratch,
-                batch.plan, self.layout,
+                batch.plan, self.layout, self.sizes.kv,
             )  # fmt: skip
         return out
 

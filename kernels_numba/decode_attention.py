@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, PAIRS, DecodePlan
+from kernels_numba.fp8 import exponent_at, row_words, widen_pair
 from kernels_numba.machine import (
     count,
     cp_async16,
@@ -39,7 +40,19 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.portable_math import exp_to_one
-from kernels_numba.streams import BASE, COMMITTED, FIRST, K_PLANE, PAGE_WORDS, PTOK, ROWS, TABLE, V_PLANE
+from kernels_numba.streams import (
+    BASE,
+    COMMITTED,
+    FIRST,
+    K_EXP_PLANE,
+    K_PLANE,
+    PAGE_WORDS,
+    PTOK,
+    ROWS,
+    TABLE,
+    V_EXP_PLANE,
+    V_PLANE,
+)
 
 THREADS = 128
 TILE = 64
@@ -53,32 +66,56 @@ INFINITY = float("inf")
 # --- The launch -----------------------------------------------------------------------------------------------------
 
 
-def shared_bytes(D: int) -> int:
-    """Bytes of shared memory a block of decode_rows and decode_partial: [K tile][V tile][P]."""
+def shared_bytes(D: int, kv: str = "bf16") -> int:
+    """Bytes of shared memory a block of decode_rows and decode_partial: [K tile][V tile][P]; fp8: [K codes][V codes][P]
+    [widened tile][exponents of K and of V]."""
+    if kv == "fp8":
+        return 4 * (exponents_at(D) + 2 * TILE)
     return 4 * (2 * tile_words(D) + WEIGHT_WORDS)
 
 
 def tile_words(D: int) -> int:
-    """Words of a staged K or V tile."""
+    """Words of a K or V tile as bf16."""
     return TILE * D // 2
+
+
+def staged_words(D: int, kv: str) -> int:
+    """Words of a K or V tile as it comes from the cache."""
+    return TILE * row_words(D, kv)
+
+
+def weights_at(D: int, kv: str) -> int:
+    """Word of shared memory where P begins."""
+    return 2 * staged_words(D, kv)
+
+
+def wide_at(D: int) -> int:
+    """Word of shared memory where an fp8 tile lies widened, K or V."""
+    return weights_at(D, "fp8") + WEIGHT_WORDS
+
+
+def exponents_at(D: int) -> int:
+    """Word of shared memory where the exponents of the staged rows begin, [K or V, 64], each + 128."""
+    return wide_at(D) + tile_words(D)
 
 
 def decode_attention(
     out: Any, q: Any, arena: Any, pages: Any, streams: Any, rows: Any, paths: Any, depths: Any, k_record: Any,
-    v_record: Any, scale: np.float32, scratch: Any, plan: DecodePlan, layout: Any, stream: Any = None,
+    v_record: Any, scale: np.float32, scratch: Any, plan: DecodePlan, layout: Any, kv: str = "bf16",
+    stream: Any = None,
 ) -> None:  # fmt: skip
     """Attention of every row of a decode launch: the three kernels, which document the arrays.
 
     scratch: float32 [at least plan.scratch_size], holds nothing before or after. plan: of these streams,
-    ``plan.to(xp)``. stream: of the GPU. Raises ValueError when the scratch is too small or out has another shape than
-    the plan.
+    ``plan.to(xp)``. kv: "bf16" or "fp8", what the cache's rows are made of. stream: of the GPU. Raises ValueError when
+    the scratch is too small or out has another shape than the plan.
     """
     if tuple(out.shape) != (plan.rows, plan.heads, plan.D):
         raise ValueError(f"out {tuple(out.shape)}: the plan is for {(plan.rows, plan.heads, plan.D)}")
     po, pm, pl = plan.carve(scratch)
     place = (arena, pages, streams)
-    bind = {"D": plan.D, "G": plan.group, "layout": layout}
-    shared = shared_bytes(plan.D)
+    bind = {"D": plan.D, "G": plan.group, "layout": layout, "kv": kv}
+    shared = shared_bytes(plan.D, kv)
     decode_rows.at(**bind)[plan.rows_grid, THREADS, stream, shared](
         po, pm, pl, q, *place, plan.items, plan.groups, plan.kv_heads, scale
     )
@@ -90,56 +127,93 @@ def decode_attention(
 
 # --- Staging --------------------------------------------------------------------------------------------------------
 #
-# A thread copies piece (16 bytes) thread % (D/8) of rows thread // (D/8) + i · row_step(D), i < thread_rows(D), of a
-# tile. words[i] is where such a row's piece starts, from the start of the plane or record: found once, used for K and
-# for V.
+# A thread copies piece (16 bytes) thread % pieces of rows thread // pieces + i · row_step, i < thread_rows, of a tile: a
+# row has D/8 pieces of bf16, or D/16 of codes. words[i] is where such a row's piece starts, from the start of the plane or
+# record: found once, used for K and for V. bytes[i] is where its exponent lies, from the start of the plane of exponents.
 
 
-def row_step(D: int) -> int:
+def pieces(D: int, kv: str) -> int:
+    """16-byte pieces of a row of the cache."""
+    return row_words(D, kv) // 4
+
+
+def row_step(D: int, kv: str) -> int:
     """Rows that the threads of a block copy at a time."""
-    return THREADS // (D // 8)
+    return THREADS // pieces(D, kv)
 
 
-def thread_rows(D: int) -> int:
+def thread_rows(D: int, kv: str) -> int:
     """Rows of a tile that one thread copies a piece of."""
-    return TILE // row_step(D)
+    return TILE // row_step(D, kv)
 
 
 @device
-def find_rows(words, page_end, origin, key0, committed, kv_head, base, table, ptok, pages, page_words, *, D, layout):
-    """words of a tile's committed keys; (page_end, origin) after it: the thread's last page ends before position
-    page_end, and position k of it starts at word origin + k · D/2.
+def find_rows(
+    words, bytes, page_end, origin, exponent_origin, key0, committed, kv_head, base, table, ptok, pages, page_words,
+    *, D, layout, kv
+):  # fmt: skip
+    """words and bytes of a tile's committed keys; (page_end, origin, exponent_origin) after it: the thread's last page ends
+    before position page_end, its position k starts at word origin + k · row words, its exponent is byte exponent_origin + k.
 
     A page is looked up when a row is not in the thread's last page: where layouts do not straddle, at most once a tile.
     """
     thread = int64(cuda.threadIdx.x)
-    key = key0 + thread // (D // 8)
+    key = key0 + thread // pieces(D, kv)
     if layout.straddles and thread == 0 and key0 < committed and key0 % ptok + min(TILE, committed - key0) > ptok:
         count("straddles")
-    for i in range(thread_rows(D)):
+    for i in range(thread_rows(D, kv)):
         if (layout.straddles or i == 0) and key >= page_end and key < committed:
             start, slot = layout.locate(key, base, table, ptok, pages, page_words)
             page_end = key - slot + ptok
-            origin = start + (kv_head * ptok - (key - slot)) * (D // 2) + 4 * (thread % (D // 8))
-        words[i] = origin + key * (D // 2)
-        key = key + row_step(D)
-    return page_end, origin
+            origin = start + (kv_head * ptok - (key - slot)) * row_words(D, kv) + 4 * (thread % pieces(D, kv))
+            exponent_origin = 4 * start + kv_head * ptok - (key - slot)
+        words[i] = origin + key * row_words(D, kv)
+        if kv == "fp8":
+            bytes[i] = exponent_origin + key
+        key = key + row_step(D, kv)
+    return page_end, origin, exponent_origin
 
 
 @device
-def find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv_heads, *, D):
-    """words of a tile's keys in the window record: the key at position committed + i is window row paths[row, i]."""
+def find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv_heads, *, D, kv):
+    """words of a tile's keys in the window record: the key at position committed + i is window row paths[row, i].
+
+    Of an fp8 cache only committed keys are staged.
+    """
     thread = int64(cuda.threadIdx.x)
     key = key0 + thread // (D // 8)
-    for i in range(thread_rows(D)):
-        if committed <= key < limit:
-            words[i] = ((first + paths[row, key - committed]) * kv_heads + kv_head) * (D // 2) + 4 * (thread % (D // 8))
-        key = key + row_step(D)
+    if kv == "bf16":
+        for i in range(thread_rows(D, kv)):
+            if committed <= key < limit:
+                at = (first + paths[row, key - committed]) * kv_heads + kv_head
+                words[i] = at * (D // 2) + 4 * (thread % (D // 8))
+            key = key + row_step(D, kv)
+
+
+@device
+def stage_tile(memory, words, bytes, arena, plane, exponent_plane, key0, committed, *, D, kv, value):
+    """Start the copies of a tile of committed keys: K (value 0) or V (1)."""
+    if kv == "fp8":
+        stage_codes(memory, words, bytes, arena, plane, exponent_plane, key0, committed, D=D, value=value)
+    else:
+        stage_rows(memory, int64(value * tile_words(D)), words, arena, plane, D=D)
+
+
+@device
+def stage_path_tile(
+    memory, words, bytes, arena, plane, exponent_plane, record, key0, committed, limit, *, D, kv, value
+):  # fmt: skip
+    """Start the copies of a tile that may reach into the window record; of an fp8 cache, of its committed keys."""
+    if kv == "fp8":
+        stage_codes(memory, words, bytes, arena, plane, exponent_plane, key0, committed, D=D, value=value)
+    else:
+        target = int64(value * tile_words(D))
+        stage_path_rows(memory, target, words, arena, plane, record, key0, committed, limit, D=D)
 
 
 @device
 def target_word(row, piece, *, D):
-    """Where piece c of row r of a tile goes: 16-byte piece c XOR (r & 7) of the row."""
+    """Where piece c of row r of a tile of bf16 goes: 16-byte piece c XOR (r & 7) of the row."""
     return row * (D // 2) + 4 * (piece ^ (row & 7))
 
 
@@ -149,9 +223,9 @@ def stage_rows(memory, target, words, arena, plane, *, D):
     thread = int64(cuda.threadIdx.x)
     row, piece = thread // (D // 8), thread % (D // 8)
     even = target + target_word(row, piece, D=D)
-    odd = target + target_word(row + row_step(D), piece, D=D)
-    for i in range(0, thread_rows(D), 2):
-        ahead = i * row_step(D) * (D // 2)
+    odd = target + target_word(row + row_step(D, "bf16"), piece, D=D)
+    for i in range(0, thread_rows(D, "bf16"), 2):
+        ahead = i * row_step(D, "bf16") * (D // 2)
         cp_async16(memory, even + ahead, arena, words[i] + plane, int32(16))
         cp_async16(memory, odd + ahead, arena, words[i + 1] + plane, int32(16))
 
@@ -162,12 +236,12 @@ def stage_path_rows(memory, target, words, arena, plane, record, key0, committed
     thread = int64(cuda.threadIdx.x)
     row, piece = thread // (D // 8), thread % (D // 8)
     even = target + target_word(row, piece, D=D)
-    odd = target + target_word(row + row_step(D), piece, D=D)
-    for i in range(0, thread_rows(D), 2):
-        ahead = i * row_step(D)
+    odd = target + target_word(row + row_step(D, "bf16"), piece, D=D)
+    for i in range(0, thread_rows(D, "bf16"), 2):
+        ahead = i * row_step(D, "bf16")
         key = key0 + row + ahead
         stage_path_row(memory, even + ahead * (D // 2), words[i], arena, plane, record, key, committed, limit)
-        key = key + row_step(D)
+        key = key + row_step(D, "bf16")
         stage_path_row(memory, odd + ahead * (D // 2), words[i + 1], arena, plane, record, key, committed, limit)
 
 
@@ -181,10 +255,87 @@ def stage_path_row(memory, staged, word, arena, plane, record, key, committed, l
 
 
 @device
-def await_tile():
-    """Until the older of the two tiles on their way has landed, for every thread of the block."""
+def stage_codes(memory, words, bytes, arena, plane, exponent_plane, key0, committed, *, D, value):
+    """Start the copies of the committed keys of an fp8 tile, K (value 0) or V (1), and fetch their exponents."""
+    thread = int64(cuda.threadIdx.x)
+    row, piece = thread // (D // 16), thread % (D // 16)
+    target = value * staged_words(D, "fp8") + row * (D // 4) + 4 * piece
+    for i in range(thread_rows(D, "fp8")):
+        ahead = i * row_step(D, "fp8")
+        if key0 + row + ahead < committed:
+            cp_async16(memory, target + ahead * (D // 4), arena, words[i] + plane, int32(16))
+            if piece == 0:
+                e = exponent_at(arena, bytes[i] + 4 * exponent_plane)
+                memory[exponents_at(D) + value * TILE + row + ahead] = uint32(e + 128)
+
+
+# --- A tile that has landed --------------------------------------------------------------------------------------------
+
+
+@device
+def await_tile(memory, key0, committed, *, D, kv, value):
+    """Until the older of the two tiles on their way has landed, for every thread of the block; codes are widened then."""
     cp_wait(1)
     cuda.syncthreads()
+    if kv == "fp8":
+        widen_tile(memory, key0, committed, D=D, value=value)
+        cuda.syncthreads()
+
+
+@device
+def await_path_tile(memory, record, paths, row, first, kv_head, key0, committed, limit, *, D, kv, value):
+    """As await_tile; an fp8 tile takes its keys from ``committed`` on from the window record."""
+    cp_wait(1)
+    cuda.syncthreads()
+    if kv == "fp8":
+        widen_tile(memory, key0, committed, D=D, value=value)
+        take_path_rows(memory, record, paths, row, first, kv_head, key0, committed, limit, D=D)
+        cuda.syncthreads()
+
+
+@device
+def widen_tile(memory, key0, committed, *, D, value):
+    """Committed keys of the staged codes, K (value 0) or V (1), as the tile of bf16 that scores and values read."""
+    thread = int64(cuda.threadIdx.x)
+    for i in range(thread_rows(D, "fp8")):
+        row = thread // (D // 16) + i * row_step(D, "fp8")
+        if key0 + row < committed:
+            widen_piece(memory, row, thread % (D // 16), D=D, value=value)
+
+
+@device
+def take_path_rows(memory, record, paths, row, first, kv_head, key0, committed, limit, *, D):
+    """Keys from ``committed`` on from the window record into the widened tile; those from ``limit`` on are zeros.
+
+    record: bf16 [W, HK, D], its rows as an fp8 cache gives them back.
+    """
+    thread = int64(cuda.threadIdx.x)
+    piece = thread % (D // 8)
+    for i in range(thread_rows(D, "bf16")):
+        tile_row = thread // (D // 8) + i * row_step(D, "bf16")
+        key = key0 + tile_row
+        if key >= committed:
+            target = wide_at(D) + target_word(tile_row, piece, D=D)
+            for n in range(4):
+                word = uint32(0)
+                if key < limit:
+                    word = record[first + paths[row, key - committed], kv_head, 4 * piece + n]
+                memory[target + n] = word
+
+
+@device
+def widen_piece(memory, row, piece, *, D, value):
+    """16 codes of a row: its pieces 2 · piece and 2 · piece + 1 as bf16."""
+    e = int64(memory[exponents_at(D) + value * TILE + row]) - 128
+    source = value * staged_words(D, "fp8") + row * (D // 4) + 4 * piece
+    low = wide_at(D) + target_word(row, 2 * piece, D=D)
+    high = wide_at(D) + target_word(row, 2 * piece + 1, D=D)
+    for n in range(2):
+        codes, more = int64(memory[source + n]), int64(memory[source + 2 + n])
+        memory[low + 2 * n] = widen_pair(codes, e)
+        memory[low + 2 * n + 1] = widen_pair(codes >> 16, e)
+        memory[high + 2 * n] = widen_pair(more, e)
+        memory[high + 2 * n + 1] = widen_pair(more >> 16, e)
 
 
 # --- A tile: scores, fold, values. Both kernels use these and nothing else ------------------------------------------
@@ -214,7 +365,7 @@ def start_chunk(state, o, *, D):
 
 
 @device
-def score_tile(s, maxes, memory, queries, warp, lane, visible, scale, *, D):
+def score_tile(s, maxes, memory, queries, warp, lane, visible, scale, *, D, kv):
     """s = scaled, masked scores of the staged K tile; maxes[16 · warp + row] = each row's largest in this warp's
     columns.
 
@@ -222,7 +373,7 @@ def score_tile(s, maxes, memory, queries, warp, lane, visible, scale, *, D):
     2, c - 2 of row g + 8 else. visible: how many keys from the lane's first column on are visible.
     """
     swizzle = lane & 7
-    k_row = (8 * warp + 32 * (lane // 16) + swizzle) * (D // 2)
+    k_row = (wide_at(D) if kv == "fp8" else 0) + (8 * warp + 32 * (lane // 16) + swizzle) * (D // 2)
     k_piece = 4 * (lane // 8 % 2 ^ swizzle)
     for i in range(8):
         s[i] = float32(0.0)
@@ -247,7 +398,7 @@ def scale_and_mask(s, visible, scale):
 
 
 @device
-def weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, *, D):
+def weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, *, D, kv):
     """s = p, m = n; sums[16 · warp + row] = W_w of rowsum, P = bf16(p) in shared memory. Gives alpha of both rows."""
     row = lane // 4
     quad = lane % 4
@@ -257,8 +408,8 @@ def weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, *, D):
     if quad == 0:
         sums[16 * warp + row] = sum_low
         sums[16 * warp + row + 8] = sum_high
-    near = 2 * tile_words(D) + row * (TILE // 2) + quad + 4 * (warp ^ row)
-    far = 2 * tile_words(D) + row * (TILE // 2) + quad + 4 * ((4 + warp) ^ row)
+    near = weights_at(D, kv) + row * (TILE // 2) + quad + 4 * (warp ^ row)
+    far = weights_at(D, kv) + row * (TILE // 2) + quad + 4 * ((4 + warp) ^ row)
     memory[near] = pack_bf16(s[0], s[1])
     memory[far] = pack_bf16(s[4], s[5])
     memory[near + 8 * (TILE // 2)] = pack_bf16(s[2], s[3])
@@ -298,13 +449,13 @@ def quad_sum(x):
 
 
 @device
-def add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, *, D):
+def add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, *, D, kv):
     """l = l · alpha + rowsum(p); o = o · alpha, then o += P · V of the staged V tile: one chain, 16 keys a step."""
     swizzle = lane & 7
     row = lane // 8 % 2 * 8 + swizzle
     far = lane // 16 ^ swizzle
-    p_row = 2 * tile_words(D) + row * (TILE // 2)
-    v_row = tile_words(D) + row * (D // 2)
+    p_row = weights_at(D, kv) + row * (TILE // 2)
+    v_row = (wide_at(D) if kv == "fp8" else tile_words(D)) + row * (D // 2)
     v_piece = 4 * (warp * (D // 32) ^ far)
     add_sums(o, state, sums, lane // 4, alpha_low, alpha_high, D=D)
     for step in range(TILE // 16):
@@ -394,7 +545,7 @@ def store_partial(po, pm, pl, o, state, slot, row, head, warp, lane, *, D, part)
 
 
 @kernel
-def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, scale, *, D, G, layout):
+def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, scale, *, D, G, layout, kv):
     """Whole chunks of committed keys: one program 16 (row, head) pairs of a stream and one KV head, over one chunk or
     one group.
 
@@ -403,13 +554,15 @@ def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, s
     po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H], written: a stream's groups from slot 0, then its
     chunks. q: bf16 [W, H, D]. arena: uint32 [words]. pages: int32 [entries]. streams: int64 [S, 11], of the layer.
     items: int32 [n, 3] and groups: int32 [S], see DecodePlan. kv_heads: HK. scale: float32, factor of a score. D:
-    head_dim, 64, 128 or 256. G: query heads a KV head. layout: backends.layout.Layout.
+    head_dim, 64, 128 or 256. G: query heads a KV head. layout: backends.layout.Layout. kv:
+    "bf16" or "fp8".
     """
-    memory = cuda.shared.array(0, uint32)  # [K tile: 64, D/2] [V tile: 64, D/2] [P: 16, 32]
+    memory = cuda.shared.array(0, uint32)  # [K tile: 64, D/2] [V tile: 64, D/2] [P: 16, 32]; fp8: see shared_bytes
     maxes = cuda.shared.array(64, float32)  # [4 warps, 16 pairs]
     sums = cuda.shared.array(64, float32)  # [4 warps, 16 pairs]
     queries = cuda.local.array((D // 16, 4), uint32)  # [steps of 16 dims, a0..a3]
-    words = cuda.local.array(thread_rows(D), int64)  # [rows of a tile that this thread copies]
+    words = cuda.local.array(thread_rows(D, kv), int64)  # [rows of a tile that this thread copies]
+    bytes = cuda.local.array(thread_rows(D, kv), int64)  # as words: where exponents lie
     s = cuda.local.array(8, float32)  # [2 blocks of 8 keys, 4]: scores, then p
     o = cuda.local.array((D // 32, 4), float32)  # [blocks of 8 dims, 4]: rows g, g, g+8, g+8
     state = cuda.local.array(4, float32)  # [m of rows g, g+8, l of both]
@@ -423,6 +576,7 @@ def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, s
     base, table = streams[stream, BASE], streams[stream, TABLE]
     ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
     k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
+    k_exp_plane, v_exp_plane = streams[stream, K_EXP_PLANE], streams[stream, V_EXP_PLANE]
     folded = int64(groups[stream])
     chunk0 = GROUP_CHUNKS * code if code >= 0 else GROUP_CHUNKS * folded - 1 - code
     tiles = GROUP_CHUNKS * CHUNK_TILES if code >= 0 else CHUNK_TILES
@@ -438,12 +592,13 @@ def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, s
 
     # Prologue: the first K tile and the first V tile, a copy group each.
     key0 = CHUNK * chunk0
-    page_end, origin = find_rows(
-        words, int64(0), int64(0), key0, committed, kv_head, base, table, ptok, pages, page_words, D=D, layout=layout
-    )
-    stage_rows(memory, int64(0), words, arena, k_plane, D=D)
+    page_end, origin, exponent_origin = find_rows(
+        words, bytes, int64(0), int64(0), int64(0), key0, committed, kv_head, base, table, ptok, pages, page_words,
+        D=D, layout=layout, kv=kv,
+    )  # fmt: skip
+    stage_tile(memory, words, bytes, arena, k_plane, k_exp_plane, key0, committed, D=D, kv=kv, value=0)
     cp_commit()
-    stage_rows(memory, int64(tile_words(D)), words, arena, v_plane, D=D)
+    stage_tile(memory, words, bytes, arena, v_plane, v_exp_plane, key0, committed, D=D, kv=kv, value=1)
     cp_commit()
 
     start_chunk(group_state, group_o, D=D)
@@ -451,29 +606,30 @@ def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, s
         if tile % CHUNK_TILES == 0:
             start_chunk(state, o, D=D)
         visible = int64(TILE) - 8 * warp - 2 * (lane % 4)
+        here = key0
         key0 = key0 + TILE
 
         # Scores; the K tile gives way to the next.
-        await_tile()
-        score_tile(s, maxes, memory, queries, warp, lane, visible, scale, D=D)
+        await_tile(memory, here, committed, D=D, kv=kv, value=0)
+        score_tile(s, maxes, memory, queries, warp, lane, visible, scale, D=D, kv=kv)
         cuda.syncthreads()
         if tile + 1 < tiles:
-            page_end, origin = find_rows(
-                words, page_end, origin, key0, committed, kv_head, base, table, ptok, pages, page_words,
-                D=D, layout=layout,
+            page_end, origin, exponent_origin = find_rows(
+                words, bytes, page_end, origin, exponent_origin, key0, committed, kv_head, base, table, ptok, pages,
+                page_words, D=D, layout=layout, kv=kv,
             )  # fmt: skip
-            stage_rows(memory, int64(0), words, arena, k_plane, D=D)
+            stage_tile(memory, words, bytes, arena, k_plane, k_exp_plane, key0, committed, D=D, kv=kv, value=0)
         cp_commit()
 
         # Fold: s becomes p.
-        alpha_low, alpha_high = weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, D=D)
+        alpha_low, alpha_high = weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, D=D, kv=kv)
 
         # l, o and the values; the V tile gives way to the next.
-        await_tile()
-        add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, D=D)
+        await_tile(memory, here, committed, D=D, kv=kv, value=1)
+        add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, D=D, kv=kv)
         cuda.syncthreads()
         if tile + 1 < tiles:
-            stage_rows(memory, int64(tile_words(D)), words, arena, v_plane, D=D)
+            stage_tile(memory, words, bytes, arena, v_plane, v_exp_plane, key0, committed, D=D, kv=kv, value=1)
         cp_commit()
 
         if tile % CHUNK_TILES == CHUNK_TILES - 1:
@@ -489,7 +645,7 @@ def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, s
 @kernel
 def decode_partial(
     po, pm, pl, q, arena, pages, streams, rows, paths, depths, groups, k_record, v_record, kv_heads, scale,
-    *, D, G, layout
+    *, D, G, layout, kv
 ):  # fmt: skip
     """The last, partial chunk of committed keys and the row's own path: one program a row, a KV head and z in 0, 1.
 
@@ -502,11 +658,12 @@ def decode_partial(
     only). k_record, v_record: bf16 [W, HK, D], keys (normed, rotated) and values of the launch's rows. The others as
     decode_rows.
     """
-    memory = cuda.shared.array(0, uint32)  # [K tile: 64, D/2] [V tile: 64, D/2] [P: 16, 32]
+    memory = cuda.shared.array(0, uint32)  # [K tile: 64, D/2] [V tile: 64, D/2] [P: 16, 32]; fp8: see shared_bytes
     maxes = cuda.shared.array(64, float32)  # [4 warps, 16 heads]
     sums = cuda.shared.array(64, float32)  # [4 warps, 16 heads]
     queries = cuda.local.array((D // 16, 4), uint32)  # [steps of 16 dims, a0..a3]
-    words = cuda.local.array(thread_rows(D), int64)  # [rows of a tile that this thread copies]
+    words = cuda.local.array(thread_rows(D, kv), int64)  # [rows of a tile that this thread copies]
+    bytes = cuda.local.array(thread_rows(D, kv), int64)  # as words: where exponents lie
     s = cuda.local.array(8, float32)  # [2 blocks of 8 keys, 4]: scores, then p
     o = cuda.local.array((D // 32, 4), float32)  # [blocks of 8 dims, 4]: heads g, g, g+8, g+8
     state = cuda.local.array(4, float32)  # [m of heads g, g+8, l of both]
@@ -518,6 +675,7 @@ def decode_partial(
     base, table = streams[stream, BASE], streams[stream, TABLE]
     ptok = streams[stream, PTOK] if layout.page is None else int64(layout.page)
     k_plane, v_plane, page_words = streams[stream, K_PLANE], streams[stream, V_PLANE], streams[stream, PAGE_WORDS]
+    k_exp_plane, v_exp_plane = streams[stream, K_EXP_PLANE], streams[stream, V_EXP_PLANE]
     chunk = committed // CHUNK + cuda.blockIdx.z
     limit = committed + depths[row]
     tiles = min(max((limit - CHUNK * chunk + TILE - 1) // TILE, 0), CHUNK_TILES)
@@ -531,47 +689,57 @@ def decode_partial(
 
     # Prologue: the first K tile and the first V tile, a copy group each.
     key0 = CHUNK * chunk
-    page_end, origin = int64(0), int64(0)
-    for i in range(thread_rows(D)):
+    page_end, origin, exponent_origin = int64(0), int64(0), int64(0)
+    for i in range(thread_rows(D, kv)):
         words[i] = int64(0)
     if tiles > 0:
-        page_end, origin = find_rows(
-            words, page_end, origin, key0, committed, kv_head, base, table, ptok, pages, page_words, D=D, layout=layout
+        page_end, origin, exponent_origin = find_rows(
+            words, bytes, page_end, origin, exponent_origin, key0, committed, kv_head, base, table, ptok, pages,
+            page_words, D=D, layout=layout, kv=kv,
+        )  # fmt: skip
+        find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv_heads, D=D, kv=kv)
+        stage_path_tile(
+            memory, words, bytes, arena, k_plane, k_exp_plane, k_record, key0, committed, limit, D=D, kv=kv, value=0
         )
-        find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv_heads, D=D)
-        stage_path_rows(memory, int64(0), words, arena, k_plane, k_record, key0, committed, limit, D=D)
     cp_commit()
     if tiles > 0:
-        stage_path_rows(memory, int64(tile_words(D)), words, arena, v_plane, v_record, key0, committed, limit, D=D)
+        stage_path_tile(
+            memory, words, bytes, arena, v_plane, v_exp_plane, v_record, key0, committed, limit, D=D, kv=kv, value=1
+        )
     cp_commit()
 
     start_chunk(state, o, D=D)
     for tile in range(tiles):
         visible = limit - key0 - 8 * warp - 2 * (lane % 4)
+        here = key0
         key0 = key0 + TILE
 
         # Scores; the K tile gives way to the next.
-        await_tile()
-        score_tile(s, maxes, memory, queries, warp, lane, visible, scale, D=D)
+        await_path_tile(memory, k_record, paths, row, first, kv_head, here, committed, limit, D=D, kv=kv, value=0)
+        score_tile(s, maxes, memory, queries, warp, lane, visible, scale, D=D, kv=kv)
         cuda.syncthreads()
         if tile + 1 < tiles:
-            page_end, origin = find_rows(
-                words, page_end, origin, key0, committed, kv_head, base, table, ptok, pages, page_words,
-                D=D, layout=layout,
+            page_end, origin, exponent_origin = find_rows(
+                words, bytes, page_end, origin, exponent_origin, key0, committed, kv_head, base, table, ptok, pages,
+                page_words, D=D, layout=layout, kv=kv,
             )  # fmt: skip
-            find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv_heads, D=D)
-            stage_path_rows(memory, int64(0), words, arena, k_plane, k_record, key0, committed, limit, D=D)
+            find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv_heads, D=D, kv=kv)
+            stage_path_tile(
+                memory, words, bytes, arena, k_plane, k_exp_plane, k_record, key0, committed, limit, D=D, kv=kv, value=0
+            )
         cp_commit()
 
         # Fold: s becomes p.
-        alpha_low, alpha_high = weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, D=D)
+        alpha_low, alpha_high = weigh_tile(s, state, maxes, sums, memory, warp, lane, visible, D=D, kv=kv)
 
         # l, o and the values; the V tile gives way to the next.
-        await_tile()
-        add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, D=D)
+        await_path_tile(memory, v_record, paths, row, first, kv_head, here, committed, limit, D=D, kv=kv, value=1)
+        add_values(o, state, sums, memory, warp, lane, alpha_low, alpha_high, D=D, kv=kv)
         cuda.syncthreads()
         if tile + 1 < tiles:
-            stage_path_rows(memory, int64(tile_words(D)), words, arena, v_plane, v_record, key0, committed, limit, D=D)
+            stage_path_tile(
+                memory, words, bytes, arena, v_plane, v_exp_plane, v_record, key0, committed, limit, D=D, kv=kv, value=1
+            )
         cp_commit()
 
     # End: the stream's chunks that its window reaches.

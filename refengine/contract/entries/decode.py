@@ -17,6 +17,7 @@ import numpy as np
 from backends.layout import LAYOUTS
 from kernels_numba import streams as columns
 from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, MIN_GROUPED, DecodePlan, plan_decode
+from kernels_numba.fp8 import KV_TYPES
 from refengine.contract.attention import (
     COMMITTED,
     FORMS,
@@ -39,7 +40,7 @@ from refengine.verify import bounds
 from refengine.verify.attention_bits import Heads
 from refengine.verify.attention_oracle import attend
 
-DECODE, LAYOUT = "kernels_numba.decode_attention", "backends.layout"
+DECODE, FP8, LAYOUT = "kernels_numba.decode_attention", "kernels_numba.fp8", "backends.layout"
 WINDOWS = (1, 2, 15, 16, 63, 64, 65, 127, 128)
 CHUNK_EDGES = (511, 512, 513)
 GROUP_KEYS = GROUP_CHUNKS * CHUNK
@@ -88,7 +89,7 @@ class DecodeAttention(AttentionEntry):
 
     name = "decode_attention"
     kernels = ("decode_rows", "decode_partial", "decode_merge")
-    modules = (DECODE, LAYOUT)
+    modules = (DECODE, FP8, LAYOUT)
     axes = {
         "out": ("row", "head", "dim"),
         "po": ("slot", "row", "head", "dim"),
@@ -127,7 +128,7 @@ class DecodeAttention(AttentionEntry):
         cut = replace(plan, items=bench.input("items", plan.items), groups=bench.input("groups", plan.groups))
         modules[DECODE].decode_attention(
             out, q, *place, *rest, case.geometry.scale, (po, pm, pl), cut,
-            modules[LAYOUT].LAYOUTS[case.layout],
+            modules[LAYOUT].LAYOUTS[case.layout], case.cache_kv,
         )  # fmt: skip
 
     def exact(self, case: DecodeCase, inputs: Inputs) -> Bounds:
@@ -151,8 +152,11 @@ class DecodeAttention(AttentionEntry):
         self, case: DecodeCase, inputs: Inputs, run: Callable[[Any, Inputs], Outputs]
     ) -> Iterator[tuple[str, Outputs]]:
         seed = inputs["seed"]
-        alone = DecodeCase(case.geometry, "window", 0, ((1, 0),) * case.total)
-        yield "each row alone on a window, its ancestors committed", {"out": run(alone, lone(case, seed))["out"]}
+        alone = DecodeCase(case.geometry, "window", 0, ((1, 0),) * case.total, kv=case.as_bf16)
+        yield (
+            "each row alone on a window of bf16, its ancestors committed",
+            {"out": run(alone, lone(case, seed))["out"]},
+        )
         form = FORMS[1] if case.layout == "window" else FORMS[0]
         other = replace(case, layout=form[0], ptok=form[1], first_page=0)
         yield f"the same on {form[0]}", run(other, self.inputs(other, NAN, seed))
@@ -222,7 +226,9 @@ def lone(case: DecodeCase, seed: int) -> Inputs:
     streams[:, columns.FIRST], streams[:, columns.ROWS] = np.arange(len(streams)), 1
     streams[:, columns.COMMITTED] = committed_of
     paths = [path and [0] for stream in range(len(case.streams)) for path in case.paths(stream)]
-    return assembled(replace(case, min_grouped=MIN_GROUPED), replace(laid, streams=streams), paths, NAN, seed)
+    return assembled(
+        replace(case, min_grouped=MIN_GROUPED, kv=case.as_bf16), replace(laid, streams=streams), paths, NAN, seed
+    )
 
 
 def longest(lines: list[list[int]]) -> list[list[int]]:
@@ -274,16 +280,21 @@ def control_table() -> Iterator[DecodeCase]:
     yield DecodeCase(Heads(4, 2, 64), "paged", 48, streams, shape=BARE, min_grouped=IN_PROGRAMS)
     yield one(Heads(12, 1, 64), ("paged", 48), 128, 2600, min_grouped=IN_MERGE)
     yield DecodeCase(Heads(1, 1, 64), "paged", 1, ((2, 70),), first_page=65_530)
+    yield one(Heads(6, 1), ("paged", 48), 5, 575, kv="fp8", shape=TREE)
+    yield from (one(Heads(4, 2, D), ("paged", 16), 3, 505, kv="fp8") for D in (64, 128))
 
 
 def full_table() -> Iterator[DecodeCase]:
     """Every window, committed length and form of the real heads; every page size, group and head_dim; several streams."""
     for w, p, form in product(WINDOWS, COMMITTED + CHUNK_EDGES, FORMS):
         yield one(REAL, form, w, p)
+    for w, p, form in product(WINDOWS[::3], (COMMITTED + CHUNK_EDGES)[::2], FORMS):
+        yield one(REAL, form, w, p, kv="fp8")
     for size, (w, p) in product(PAGE_SIZES, ((15, 48), (65, 255), (127, 2048), (3, 9000))):
         yield one(REAL, ("paged", size), w, p)
     for group, D, form, (w, p) in product(GROUPS, (64, 128, 256), FORMS, ((15, 48), (64, 513), (3, 2047))):
         yield one(Heads(2 * group, 2, D), form, w, p)
+        yield one(Heads(2 * group, 2, D), form, w, p, kv="fp8")
     for shape, form, w, p in product((TREE, BARE), FORMS, (1, 16, 128), (0, 62, 500, 2048)):
         yield one(REAL, form, w, p, shape=shape)
     yield from several_streams(REAL)
@@ -303,6 +314,9 @@ def small_table() -> Iterator[DecodeCase]:
         yield one(Heads(group, 1, D), FORMS[n % 3], 3, 575)
     for n, (shape, p) in enumerate(product((TREE, BARE), (0, 62, 500))):
         yield one(SMALL, FORMS[n % 3], 16, p, shape=shape)
+        yield one(SMALL, FORMS[n % 3], 16, p, shape=shape, kv="fp8")
+    for n, (size, p) in enumerate(zip(PAGE_SIZES, (0, 1, 63, 64, 511, 512, 513, 2049), strict=True)):
+        yield one(Heads(3, 1, (64, 128, 256)[n % 3]), ("paged", size), 3, p, kv="fp8")
     yield one(REAL, ("paged", 48), 3, 511)
     yield from several_streams(Heads(6, 2, 64))
     yield from control_table()
@@ -313,4 +327,6 @@ def several_streams(geometry: Heads) -> Iterator[DecodeCase]:
     for form in (*FORMS, MIXED):
         yield DecodeCase(geometry, *form, ((2, 513), (16, 64)))
         yield DecodeCase(geometry, *form, ((3, 300), (0, 64), (5, 0)))
-    yield DecodeCase(geometry, "paged", 48, ((1, 511), (33, 4097), (2, 2048)))
+    for kv in KV_TYPES:
+        yield DecodeCase(geometry, "paged", 48, ((1, 511), (33, 4097), (2, 2048)), kv=kv)
+    yield DecodeCase(geometry, *MIXED, ((3, 300), (0, 64), (5, 0), (4, 513)), kv="fp8")
