@@ -1,0 +1,243 @@
+"""``refengine generate``: read the prompt, stream the reply to stdout as its tokens come, say on stderr what it took."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from backends.base import Backend, Sizes, backend_class, backend_names
+from kernels_numba.fp8 import KV_TYPES
+from kernels_numba.machine import KernelError, SetupError
+from refengine.checkpoint import load_weights
+from refengine.commands.inputs import find_model, given_bytes, machine_gib
+from refengine.commands.names import known_name
+from refengine.commands.report import check_report, progress_bar, write_report
+from refengine.device import Device, open_device
+from refengine.errors import UserError
+from refengine.model import Qwen35, cache_shape, check_dims
+from refengine.registry import ModelSpec
+from refengine.serve.replies import NoToken, SampledSession, tokens_of
+from refengine.serve.sampling import Sampling
+from refengine.text import Text, TextStream, open_chat_template, open_text
+from refengine.text.chat import Message
+from refengine.verify.hashes import token_hash
+
+PROMPT_ROWS = 256
+"""Rows a prompt pass, at most."""
+PAGE_SIZE = 256
+"""Positions a page, where nobody asks for another number."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A reply as the command line asks for it. page_size: None is PAGE_SIZE, where the backend lets one choose."""
+
+    model: str
+    prompt: str
+    chat: bool
+    system: str | None
+    tokens: int
+    sampling: Sampling
+    backend: str
+    page_size: int | None
+    kv: str
+    device: str
+
+
+@dataclass(eq=False)
+class Reply:
+    """What was generated. seconds: from the first pass to the last token. ended: by an end token."""
+
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    seconds: float
+    ended: bool
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        end = "end token" if self.ended else "--tokens reached"
+        return f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} tokens in {self.seconds:.1f} s, {end}"
+
+
+def run(request: Request, json: Path | None) -> int:
+    """Generate a reply; the exit status: 0, or 1 where a kernel was stopped. Raises UserError for a request that makes no
+    sense."""
+    check(request)
+    check_report(json)
+    device = open_device(request.device)
+    spec, folder, checkpoint = find_model(request.model)
+    check_dims(spec)
+    text = open_text(spec, folder)
+    prompt = prompt_ids(request, text, folder)
+    context = room(request, len(prompt), spec)
+    backend = build(request, spec, context, device)
+    model = Qwen35(spec, load_weights(checkpoint(), spec), device, context)
+    session = SampledSession(model, backend, device, [prompt], PROMPT_ROWS, request.sampling)
+    try:
+        reply = generate(session, request.tokens, spec.tokens.end, text.stream())
+    except SetupError:
+        raise
+    except (KernelError, NoToken) as stopped:
+        print(f"\nrefengine: {stopped}", file=sys.stderr)
+        return 1
+    print(f"refengine: {reply.summary}", file=sys.stderr)
+    if json is not None:
+        write_report(json, report(request, reply, device))
+    return 0
+
+
+# --- The request ----------------------------------------------------------------------------------------------------
+
+
+def check(request: Request) -> None:
+    """Refuse what can be refused before anything is read."""
+    if request.tokens < 1:
+        raise UserError(f"--tokens {request.tokens}: at least 1")
+    if request.system is not None and not request.chat:
+        raise UserError("--system: is part of a conversation; add --chat")
+    check_sampling(request.sampling)
+    known_name("--kv", request.kv, KV_TYPES)
+    check_page_size(known_name("--backend", request.backend, backend_names()), request.page_size)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse values out of range, and limits of a draw where nothing is drawn."""
+    sampling.check(flags=True)
+    for flag, value, off in (("--top-k", sampling.top_k, 0), ("--top-p", sampling.top_p, 1)):
+        if sampling.temperature == 0 and value != off:
+            raise UserError(f"{flag} {value}: greedy replies draw nothing; add --temperature above 0")
+
+
+def check_page_size(backend: str, page_size: int | None) -> None:
+    """Refuse a page size of less than 1, or one that the backend would not heed."""
+    if page_size is None:
+        return
+    if page_size < 1:
+        raise UserError(f"--page-size {page_size}: at least 1")
+    kind = backend_class(backend)
+    if not kind.paged:
+        raise UserError(f"--page-size {page_size}: {backend} has no pages; add --backend paged")
+    if kind.layout.page not in (None, page_size):
+        raise UserError(f"--page-size {page_size}: {backend} has pages of {kind.layout.page}; add --backend paged")
+
+
+def prompt_ids(request: Request, text: Text, folder: Path | None) -> list[int]:
+    """The token ids of the prompt, in its conversation with --chat."""
+    prompt = given_text("--prompt", request.prompt)
+    if request.chat:
+        prompt = conversation(request, prompt, folder)
+    try:
+        ids = text.encode(prompt, templated=request.chat)
+    except UnicodeError as problem:
+        raise UserError("--prompt: is not UTF-8, which this model's tokenizer reads; convert it") from problem
+    if not ids:
+        raise UserError("--prompt: makes no token; give at least one character")
+    return ids
+
+
+def given_text(flag: str, value: str) -> str:
+    """The text of a flag; bytes that are no UTF-8 are surrogate escapes."""
+    return given_bytes(flag, value).decode("utf-8", "surrogateescape")
+
+
+def conversation(request: Request, prompt: str, folder: Path | None) -> str:
+    """The prompt as the user's turn, behind --system."""
+    turns: list[Message] = [{"role": "user", "content": prompt}]
+    if request.system is not None:
+        turns.insert(0, {"role": "system", "content": given_text("--system", request.system)})
+    return open_chat_template(folder).render(turns)
+
+
+def room(request: Request, prompt: int, spec: ModelSpec) -> int:
+    """Positions of the stream. Raises UserError when the model has fewer."""
+    context = prompt + request.tokens
+    if context > spec.max_positions:
+        raise UserError(
+            f"--tokens {request.tokens}: makes {context} positions with the prompt's {prompt}, {spec.name} has "
+            f"{spec.max_positions}; ask for fewer"
+        )
+    return context
+
+
+def build(request: Request, spec: ModelSpec, context: int, device: Device) -> Backend:
+    """The backend. Raises UserError when it takes more memory than there is."""
+    sizes = Sizes(context, page_size=request.page_size or PAGE_SIZE, kv=request.kv)
+    kind, shape = backend_class(request.backend), cache_shape(spec)
+    gib = kind.arena_bytes(shape, sizes) / 2**30
+    full = UserError(
+        f"--tokens {request.tokens}: {request.backend} takes {gib:.4g} GiB, more than there is; ask for fewer"
+    )
+    if device.name == "cpu" and gib > machine_gib():
+        raise full
+    try:
+        return kind(shape, sizes, device.xp)
+    except MemoryError as problem:
+        raise full from problem
+
+
+# --- The reply ------------------------------------------------------------------------------------------------------
+
+
+def generate(session: SampledSession, tokens: int, end: Sequence[int], stream: TextStream) -> Reply:
+    """Run the session and show its text piece by piece."""
+    ids, pieces, began = [], [], time.perf_counter()
+    for token in read_and_reply(session, tokens, end):
+        ids.append(token)
+        if token not in end:
+            pieces.append(stream.push(token))
+            show(pieces[-1])
+    session.device.synchronize()
+    seconds = time.perf_counter() - began
+    pieces.append(stream.end())
+    show(pieces[-1] + "\n")
+    return Reply(len(session.prompts[0]), ids, "".join(pieces), seconds, ids[-1] in end)
+
+
+def read_and_reply(session: SampledSession, tokens: int, end: Sequence[int]) -> Iterator[int]:
+    """The tokens; a bar stands there until the prompt is read."""
+    passes = -(-len(session.prompts[0]) // session.prompt_rows)
+    with progress_bar() as bar:
+        task = bar.add_task("prompt", total=passes)
+        reply = tokens_of(session, tokens, end, lambda: bar.advance(task))
+        first = next(reply)
+    return chain([first], reply)
+
+
+def show(piece: str) -> None:
+    """Write to stdout at once what its encoding has, and to a terminal nothing that steers it."""
+    out = sys.stdout
+    encoding = out.encoding or "utf-8"
+    shown = piece.encode(encoding, "replace").decode(encoding)
+    out.write(harmless(shown) if out.isatty() else shown)
+    out.flush()
+
+
+def harmless(text: str) -> str:
+    """The text with U+FFFD for every control character."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if is_control(c) else c for c in text)
+
+
+def is_control(character: str) -> bool:
+    """Whether a terminal may take it for a command: C0 but newline and tab, DEL, C1."""
+    return character not in "\n\t" and (character < " " or "\x7f" <= character < "\xa0")
+
+
+# --- The report -----------------------------------------------------------------------------------------------------
+
+
+def report(request: Request, reply: Reply, device: Device) -> dict[str, Any]:
+    """A reply as JSON."""
+    figures = (
+        ("prompt_tokens", reply.prompt_tokens, "tokens"),
+        ("tokens", len(reply.tokens), "tokens"),
+        ("token_hash", token_hash(reply.tokens), "sha256/16"),
+    )
+    claims = [{"name": f"generate/{name}", "value": value, "unit": unit} for name, value, unit in figures]
+    return {"claims": claims, "request": asdict(request), "device": device.title, "reply": asdict(reply)}
