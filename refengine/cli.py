@@ -110,6 +110,9 @@ def generate(
         int | None, typer.Option(help="Positions a page, where the backend lets one choose. [default: 256]")
     ] = None,
     kv: Annotated[str, typer.Option(help="What cache rows are made of: bf16 or fp8.")] = "bf16",
+    drafts: Annotated[
+        str, typer.Option(help="Who guesses tokens ahead: none, ngram, mtp or both. The reply is the same.")
+    ] = "none",
     device: DeviceName = "auto",
     json: Json = None,
 ) -> None:
@@ -123,7 +126,7 @@ def generate(
     from refengine.serve.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    request = Request(model, prompt, chat, system, tokens, sampling, backend, page_size, kv, device)
+    request = Request(model, prompt, chat, system, tokens, sampling, backend, page_size, kv, drafts, device)
     raise typer.Exit(run(request, json))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,15 +14,17 @@ from small_tokenizer import make_tokenizer, with_beginning, write_tokenizer
 from backends.base import Sizes, backend_class
 from kernels_numba.machine import KernelError
 from refengine import cli
-from refengine.checkpoint import load_weights, make_checkpoint
+from refengine.checkpoint import load_weights, make_checkpoint, spec_of_folder
 from refengine.commands import generate
 from refengine.commands.inputs import find_model
 from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import load_model
+from refengine.registry.parts import Mtp
 from refengine.serve.passes import Session
 from refengine.verify.hashes import token_hash
 from refengine.verify.launches import one_of_each_kind
+from refengine.verify.predictable import predictable
 
 PROMPT = "A page table says where each page of a stream lies. "
 HOT = ("--temperature", "5")
@@ -84,7 +87,8 @@ def test_stdout_is_the_text_and_stderr_one_line(call, plain, tmp_path):
     assert status == 0 and re.fullmatch(r"refengine: 52 prompt tokens, 5 tokens in \d+\.\d s, --tokens reached\n", err)
     assert out == bytes(t for t in tokens if t < 256).decode("utf-8", "replace") + "\n"
     claims = {c["name"]: c["value"] for c in said["claims"]}
-    assert claims == {"generate/prompt_tokens": 52, "generate/tokens": 5, "generate/token_hash": token_hash(tokens)}
+    figures = {"prompt_tokens": 52, "tokens": 5, "token_hash": token_hash(tokens), "drafts_accepted": 0}
+    assert claims == {f"generate/{name}": value for name, value in figures.items()}
 
 
 def test_greedy_tokens_are_those_of_compare(plain, reply):
@@ -121,6 +125,38 @@ def test_kv_reaches_the_cache(plain, reply, monkeypatch):
     for kv in ("bf16", "fp8"):
         reply(plain, "--kv", kv, tokens=1)
     assert seen == ["bf16", "fp8"]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "0.2", "--seed", "1")], ids=["greedy", "drawn"])
+def test_drafts_change_nothing_but_the_passes(plain, reply, monkeypatch, sampled, kv):
+    """Weights of a model that can be guessed, so that drafts are accepted, and others are not."""
+    monkeypatch.setattr(generate, "load_weights", lambda *a: predictable(load_weights(*a), 2.0**-6))
+    steps, step = [], Session.step
+    monkeypatch.setattr(Session, "step", lambda *a: steps.append(1) or step(*a))
+    replies, passes = {}, {}
+    for drafts in ("none", "ngram", "mtp", "both"):
+        replies[drafts] = reply(plain, "--drafts", drafts, "--kv", kv, *sampled, tokens=24)
+        passes[drafts] = len(steps)
+        steps.clear()
+    assert all(r["tokens"] == replies["none"]["tokens"] for r in replies.values())
+    assert replies["none"]["drafted"] == replies["none"]["accepted"] == 0 and passes["none"] == 24
+    for drafts in ("ngram", "mtp", "both"):
+        accepted, drafted = replies[drafts]["accepted"], replies[drafts]["drafted"]
+        assert 0 < accepted <= drafted and passes[drafts] == 24 - accepted
+
+
+def test_the_summary_tells_of_drafts(call, plain):
+    status, _, err = call(plain, "--prompt", "abcabcabc", "--tokens", 4, "--drafts", "mtp")
+    assert status == 0 and re.search(r", --tokens reached, \d of [1-9]\d* drafts accepted\n$", err)
+
+
+def test_a_checkpoint_without_a_head_drafts_otherwise(call, plain, tmp_path):
+    """Its config.json says so."""
+    folder = tmp_path / "headless"
+    make_checkpoint(replace(spec_of_folder(plain), mtp=Mtp(0)), folder)
+    one_line(call(folder, *HI, "--drafts", "mtp"), "--drafts ngram or none")
+    assert call(folder, *HI, "--drafts", "ngram", "--tokens", 1)[0] == 0
 
 
 def test_draws_repeat_with_the_seed_and_differ_with_another(plain, reply):
@@ -239,6 +275,7 @@ REFUSED = [
     ((*HI, "--page-size", "48", "--backend", "window"), "window has no pages"),
     ((*HI, "--page-size", "48", "--backend", "paged-p256"), "pages of 256"),
     ((*HI, "--kv", "fp4"), "--kv fp4"),
+    ((*HI, "--drafts", "mpt"), "did you mean mtp"),
     ((*HI, "--json", "missing/report.json"), "--json missing/report.json"),
 ]
 
