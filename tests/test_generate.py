@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small_tokenizer import make_tokenizer, with_beginning, write_tokenizer
 
-from backends.base import Sizes, backend_class
+from backends.base import Backend, Sizes, backend_class
 from kernels_numba.machine import KernelError
 from refengine import cli
 from refengine.checkpoint import load_weights, make_checkpoint, spec_of_folder
@@ -118,13 +118,22 @@ def test_every_cache_gives_the_same_text(plain, reply, kv, sampled):
     assert all(tokens == replies[0] for tokens in replies) and len(set(replies[0])) > 2
 
 
-def test_kv_reaches_the_cache(plain, reply, monkeypatch):
-    """Were it not heeded, the test above would pass."""
-    seen = []
-    monkeypatch.setattr(generate, "Sizes", lambda *a, **k: seen.append(k["kv"]) or Sizes(*a, **k))
-    for kv in ("bf16", "fp8"):
-        reply(plain, "--kv", kv, tokens=1)
-    assert seen == ["bf16", "fp8"]
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ((), Sizes(53)),
+        (("--kv", "fp8"), Sizes(53, kv="fp8")),
+        (("--page-size", "16"), Sizes(53, page_size=16)),
+        (("--drafts", "ngram"), Sizes(53, window_rows=generate.WINDOW_ROWS)),
+    ],
+    ids=["as it is", "fp8", "pages", "drafts"],
+)
+def test_what_is_asked_for_reaches_the_cache(plain, reply, monkeypatch, arguments, wanted):
+    """Were it not heeded, the text would be the same."""
+    sizes, init = [], Backend.__init__
+    monkeypatch.setattr(Backend, "__init__", lambda *a: sizes.append(a[2]) or init(*a))
+    reply(plain, *arguments, tokens=1)
+    assert sizes == [wanted]
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
@@ -151,12 +160,13 @@ def test_the_summary_tells_of_drafts(call, plain):
     assert status == 0 and re.search(r", --tokens reached, \d of [1-9]\d* drafts accepted\n$", err)
 
 
-def test_a_checkpoint_without_a_head_drafts_otherwise(call, plain, tmp_path):
-    """Its config.json says so."""
+def test_a_checkpoint_without_a_head_drafts_otherwise(call, plain, tmp_path, monkeypatch):
+    """The head's drafts are refused before any weight is read."""
     folder = tmp_path / "headless"
     make_checkpoint(replace(spec_of_folder(plain), mtp=Mtp(0)), folder)
-    one_line(call(folder, *HI, "--drafts", "mtp"), "--drafts ngram or none")
     assert call(folder, *HI, "--drafts", "ngram", "--tokens", 1)[0] == 0
+    monkeypatch.setattr(generate, "load_weights", lambda *_: pytest.fail("it read the weights"))
+    one_line(call(folder, *HI, "--drafts", "mtp"), "--drafts ngram or none")
 
 
 def test_draws_repeat_with_the_seed_and_differ_with_another(plain, reply):
@@ -171,13 +181,13 @@ def test_a_draw_from_one_token_is_greedy(plain, reply, narrow):
 
 
 def test_each_token_is_shown_before_the_next_pass(call, plain, monkeypatch):
-    """It streams: pass, text, pass, text."""
+    """It streams: pass, text, pass, text; then what is left, and the end of the line."""
     events = []
     step, show = Session.step, generate.show
     monkeypatch.setattr(Session, "step", lambda *a: events.append("pass") or step(*a))
     monkeypatch.setattr(generate, "show", lambda piece: events.append("text") or show(piece))
     assert call(plain, "--prompt", PROMPT, "--tokens", 3)[0] == 0
-    assert events == ["pass", "text"] * 3 + ["text"]
+    assert events == ["pass", "text"] * 3 + ["text"] * 2
 
 
 def test_an_end_token_ends_the_reply(folder, reply):
@@ -322,13 +332,20 @@ def test_a_cache_that_does_not_fit_is_refused(call, plain, monkeypatch):
 # --- Findings -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_kernel_is_a_finding(call, plain, monkeypatch):
-    def stop(*_):
-        raise KernelError("rms_norm: norms.py:1: index 9 of 8")
+@pytest.mark.parametrize("passes", [0, 3])
+def test_a_stopped_kernel_is_a_finding(call, plain, monkeypatch, passes):
+    """What was written until then is a line of text."""
+    hidden, left = Qwen35.hidden, iter(range(passes))
 
+    def stop(*arguments):
+        if next(left, None) is None:
+            raise KernelError("rms_norm: norms.py:1: index 9 of 8")
+        return hidden(*arguments)
+
+    whole = call(plain, *HI, "--tokens", passes)[1] if passes else ""
     monkeypatch.setattr(Qwen35, "hidden", stop)
-    status, out, err = call(plain, *HI)
-    assert (status, out) == (1, "") and err.endswith("norms.py:1: index 9 of 8\n")
+    assert whole.endswith("\n") == (passes > 0)
+    assert call(plain, *HI) == (1, whole, "refengine: rms_norm: norms.py:1: index 9 of 8\n")
 
 
 def test_logits_of_nan_are_a_finding(call, plain, monkeypatch):

@@ -114,7 +114,7 @@ def run(request: Request, json: Path | None) -> int:
     except SetupError:
         raise
     except (KernelError, NoToken) as stopped:
-        print(f"\nrefengine: {stopped}", file=sys.stderr)
+        print(f"refengine: {stopped}", file=sys.stderr)
         return 1
     print(f"refengine: {reply.summary}", file=sys.stderr)
     if json is not None:
@@ -232,19 +232,32 @@ def start(
 
 
 def generate(session: Session, tokens: int, stream: TextStream) -> Reply:
-    """Run the session and show its text piece by piece."""
+    """Run the session and show its text piece by piece; whatever ends it, the text ends with its line."""
     reply, began = Reply(len(session.prompts[0])), time.perf_counter()
-    for token in read_and_reply(session, tokens, reply):
-        reply.tokens.append(token)
-        reply.ended = token in session.stop
-        if not reply.ended:
-            reply.text += (piece := stream.push(token))
-            show(piece)
-    session.device.synchronize()
-    reply.seconds = time.perf_counter() - began
-    reply.text += (rest := stream.end())
-    show(rest + "\n")
+    try:
+        for token in read_and_reply(session, tokens, reply):
+            take(token, reply, session, stream)
+        session.device.synchronize()
+        reply.seconds = time.perf_counter() - began
+        say(stream.end(), reply)
+    finally:
+        if reply.tokens:
+            show("\n")
     return reply
+
+
+def take(token: int, reply: Reply, session: Session, stream: TextStream) -> None:
+    """The next token of a reply; one that ends it has no text."""
+    reply.tokens.append(token)
+    reply.ended = token in session.stop
+    if not reply.ended:
+        say(stream.push(token), reply)
+
+
+def say(piece: str, reply: Reply) -> None:
+    """The next piece of a reply's text."""
+    reply.text += piece
+    show(piece)
 
 
 def read_and_reply(session: Session, tokens: int, reply: Reply) -> Iterator[int]:
