@@ -16,6 +16,7 @@ from kernels_numba.machine import KernelError
 from refengine import cli
 from refengine.checkpoint import load_weights, make_checkpoint, spec_of_folder
 from refengine.commands import generate
+from refengine.commands import reply as output
 from refengine.commands.inputs import find_model
 from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
@@ -183,9 +184,9 @@ def test_a_draw_from_one_token_is_greedy(plain, reply, narrow):
 def test_each_token_is_shown_before_the_next_pass(call, plain, monkeypatch):
     """It streams: pass, text, pass, text; then what is left, and the end of the line."""
     events = []
-    step, show = Session.step, generate.show
+    step, show = Session.step, output.show
     monkeypatch.setattr(Session, "step", lambda *a: events.append("pass") or step(*a))
-    monkeypatch.setattr(generate, "show", lambda piece: events.append("text") or show(piece))
+    monkeypatch.setattr(output, "show", lambda piece: events.append("text") or show(piece))
     assert call(plain, "--prompt", PROMPT, "--tokens", 3)[0] == 0
     assert events == ["pass", "text"] * 3 + ["text"] * 2
 
@@ -255,7 +256,7 @@ class Screen:
 def test_a_reply_cannot_steer_the_terminal(monkeypatch, screen, shown):
     """A pipe gets the text as it is."""
     monkeypatch.setattr(sys, "stdout", screen)
-    generate.show("é\t\x1b[2J\x9b\n")
+    output.show("é\t\x1b[2J\x9b\n")
     assert screen.text == shown
 
 
