@@ -59,7 +59,7 @@ def attend(backend: Backend, layer: int, q: Any, batch: Batch) -> Any:
         backend.sizes.kv,
     )
     if isinstance(batch.plan, ScalarPlan):
-        scalar_attention(*operands, own_rows(batch.phase))
+        scalar_attention(*(*operands, own_rows(batch.phase)))
     else:
         decode_attention(*operands)
     return out
