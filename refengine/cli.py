@@ -141,7 +141,7 @@ def inspect(
 
 @app.command()
 def contract(
-    kernel: Annotated[str | None, typer.Argument(help="One entry by name. Default: every kernel.")] = None,
+    kernels: Annotated[list[str] | None, typer.Argument(help="Entries by name. Default: every kernel.")] = None,
     device: DeviceName = "auto",
     full: Annotated[bool, typer.Option("--full", help="Every case: hours without a GPU.")] = False,
     mutate: Annotated[
@@ -152,7 +152,9 @@ def contract(
     ] = False,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Hold the bits against an earlier --json. Default: the checkout's H200's."),
+        typer.Option(
+            metavar="FILE", help="Hold the bits against an earlier --json. Default: the checkout's of an H200."
+        ),
     ] = None,
     backend: Annotated[
         str | None, typer.Option(help="This backend alone, by its registered name; a plug-in's, say.")
@@ -166,7 +168,7 @@ def contract(
     """
     from refengine.commands.contract import Request, run
 
-    request = Request(kernel, device, full, mutate, seed, record=record, against=against, backend=backend)
+    request = Request(tuple(kernels or ()), device, full, mutate, seed, record=record, against=against, backend=backend)
     raise typer.Exit(run(request, json))
 
 
