@@ -185,8 +185,8 @@ def find_path_rows(words, paths, row, first, committed, limit, key0, kv_head, kv
     if kv == "bf16":
         for i in range(thread_rows(D, kv)):
             if committed <= key < limit:
-                at = (first + paths[row, key - committed]) * kv_heads + kv_head
-                words[i] = at * (D // 2) + 4 * (thread % (D // 8))
+                window_row = first + paths[row, key - committed]
+                words[i] = (window_row * kv_heads + kv_head) * (D // 2) + 4 * (thread % (D // 8))
             key = key + row_step(D, kv)
 
 
@@ -273,10 +273,16 @@ def stage_codes(memory, words, bytes, arena, plane, exponent_plane, key0, commit
 
 
 @device
-def await_tile(memory, key0, committed, *, D, kv, value):
-    """Until the older of the two tiles on their way has landed, for every thread of the block; codes are widened then."""
+def await_copies():
+    """Until the older of the two tiles on their way has landed, for every thread of the block."""
     cp_wait(1)
     cuda.syncthreads()
+
+
+@device
+def await_tile(memory, key0, committed, *, D, kv, value):
+    """Until the tile of committed keys is there to be read: K (value 0) or V (1)."""
+    await_copies()
     if kv == "fp8":
         widen_tile(memory, key0, committed, D=D, value=value)
         cuda.syncthreads()
@@ -285,8 +291,7 @@ def await_tile(memory, key0, committed, *, D, kv, value):
 @device
 def await_path_tile(memory, record, paths, row, first, kv_head, key0, committed, limit, *, D, kv, value):
     """As await_tile; an fp8 tile takes its keys from ``committed`` on from the window record."""
-    cp_wait(1)
-    cuda.syncthreads()
+    await_copies()
     if kv == "fp8":
         widen_tile(memory, key0, committed, D=D, value=value)
         take_path_rows(memory, record, paths, row, first, kv_head, key0, committed, limit, D=D)
@@ -314,12 +319,13 @@ def take_path_rows(memory, record, paths, row, first, kv_head, key0, committed, 
     for i in range(thread_rows(D, "bf16")):
         tile_row = thread // (D // 8) + i * row_step(D, "bf16")
         key = key0 + tile_row
-        if key >= committed:
+        at = key - committed
+        if at >= 0:
             target = wide_at(D) + target_word(tile_row, piece, D=D)
             for n in range(4):
                 word = uint32(0)
                 if key < limit:
-                    word = record[first + paths[row, key - committed], kv_head, 4 * piece + n]
+                    word = record[first + paths[row, at], kv_head, 4 * piece + n]
                 memory[target + n] = word
 
 

@@ -78,12 +78,17 @@ class DecodePlan:
 
     def carve(self, scratch: Any) -> tuple[Any, Any, Any]:
         """(po, pm, pl) inside scratch, float32 [at least scratch_size]. Raises ValueError when it is smaller."""
-        if scratch.ndim != 1 or scratch.dtype != np.float32 or scratch.size < self.scratch_size:
-            raise ValueError(f"scratch {scratch.dtype} {scratch.shape}: decode needs float32 [{self.scratch_size}]")
-        size = int(np.prod(self.partials, dtype=np.int64))
-        ends = [n * size for n in (self.D, self.D + 1, self.D + 2)]
-        po, pm, pl = scratch[: ends[0]], scratch[ends[0] : ends[1]], scratch[ends[1] : ends[2]]
-        return po.reshape(*self.partials, self.D), pm.reshape(self.partials), pl.reshape(self.partials)
+        return carve_partials(scratch, self.partials, self.D)
+
+
+def carve_partials(scratch: Any, partials: tuple[int, int, int], D: int) -> tuple[Any, Any, Any]:
+    """(po, pm, pl) of a shape inside scratch, one after the other. Raises ValueError where they have no room."""
+    size = int(np.prod(partials, dtype=np.int64))
+    ends = [n * size for n in (D, D + 1, D + 2)]
+    if scratch.ndim != 1 or scratch.dtype != np.float32 or scratch.size < ends[2]:
+        raise ValueError(f"scratch {scratch.dtype} {scratch.shape}: decode needs float32 [{ends[2]}]")
+    po, pm, pl = scratch[: ends[0]], scratch[ends[0] : ends[1]], scratch[ends[1] : ends[2]]
+    return po.reshape(*partials, D), pm.reshape(partials), pl.reshape(partials)
 
 
 def plan_decode(

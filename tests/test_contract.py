@@ -176,7 +176,7 @@ def test_a_mutant_whose_text_is_gone_is_missed_and_says_why():
 
 
 def request(kernel="rms_norm", **how):
-    return Request(kernel, "cpu", full=False, mutate=False, seed=0, processes=1, **how)
+    return Request((kernel,) if kernel else (), "cpu", full=False, mutate=False, seed=0, processes=1, **how)
 
 
 def test_the_command_ends_with_the_summary(capsys):
@@ -252,7 +252,7 @@ def test_a_backend_that_nobody_registered_is_refused():
         run(request(kernel=None, backend="two-levels"), None)
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("prompt_attention", 1), ("decode_attention", 3)])
+@pytest.mark.parametrize(("name", "kernels"), [("prompt_attention", 1), ("decode_attention", 3), ("decode_scalar", 1)])
 def test_attention_kernels_have_eight_mutants_each_and_controls_among_them(name, kernels):
     listed = mutants(entry_named(name))
     assert len(listed) >= 8 * kernels and len({m.name for m in listed}) == len(listed)

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels_numba.fp8 import KV_TYPES
 from refengine.contract.attention import AttentionCase
 from refengine.contract.backend import BackendCase
 from refengine.contract.entries.decode import BARE, CHAIN, TREE, DecodeCase
+from refengine.contract.entries.scalar import ScalarCase
 from refengine.contract.gates import EXACT, GUARDS, Trial, judge, this_device
 from refengine.contract.registry import entry_named
 from refengine.verify.attention_bits import Heads
@@ -37,13 +39,26 @@ def geometries(draw):
     return Heads(kv_heads * draw(st.integers(1, 12 if D == 64 else 4)), kv_heads, D)
 
 
+shapes = st.sampled_from([CHAIN, TREE, BARE])
+kv_types = st.sampled_from(KV_TYPES)
+HOW = {
+    AttentionCase: st.just({}),
+    DecodeCase: st.fixed_dictionaries({"shape": shapes}),
+    ScalarCase: st.fixed_dictionaries(
+        {"shape": shapes, "own": st.just("record"), "kv": kv_types, "most": st.integers(1, 20)}
+    )
+    | st.fixed_dictionaries({"own": st.just("cache"), "kv": kv_types, "most": st.integers(1, 20)}),
+}
+"""What a case of each kind has besides streams on a form of cache."""
+
+
 @st.composite
 def attention_cases(draw, kind=AttentionCase, most_rows=40):
     layout, ptok = draw(st.sampled_from([("window", 0), ("paged", None), ("paged_p256", 256)]))
     drawn = tuple((min(rows, most_rows), committed) for rows, committed in draw(streams))
     ptok = draw(page_sizes) if ptok is None else ptok
-    shape = {"shape": draw(st.sampled_from([CHAIN, TREE, BARE]))} if kind is DecodeCase else {}
-    return kind(draw(geometries()), layout, ptok, drawn, number=draw(st.integers(0, 5)), **shape)
+    how = draw(HOW[kind])
+    return kind(draw(geometries()), layout, ptok, drawn, number=draw(st.integers(0, 5)), **how)
 
 
 def hold(name: str, case, seed: int) -> None:
@@ -64,9 +79,16 @@ def test_decode_attention(case, seed):
     hold("decode_attention", case, seed)
 
 
+@DRAWN
+@given(attention_cases(ScalarCase, 16), st.integers(0, 2**20))
+def test_decode_scalar(case, seed):
+    hold("decode_scalar", case, seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, kind, most_rows", [("prompt_attention", AttentionCase, 40), ("decode_attention", DecodeCase, 16)]
+    "name, kind, most_rows",
+    [("prompt_attention", AttentionCase, 40), ("decode_attention", DecodeCase, 16), ("decode_scalar", ScalarCase, 16)],
 )
 def test_many_draws(name, kind, most_rows):
     MANY(given(attention_cases(kind, most_rows), st.integers(0, 2**20))(lambda case, seed: hold(name, case, seed)))()

@@ -87,9 +87,15 @@ class AttentionCase:
     def __str__(self) -> str:
         form = self.layout + (f" P={self.ptok}" if self.layout in ("paged", "mixed") else "")
         form += f" {self.kv}" if self.kv != "bf16" else ""
-        rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
+        rows, committed = map(listed, zip(*self.streams, strict=True))
         far = f" pages from {self.first_page}" if self.first_page else ""
         return f"{self.geometry} {form} W={rows} p0={committed}{far}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers in order; of many that are all alike, how many and which."""
+    alike = len(numbers) > 4 and len(set(numbers)) == 1
+    return f"{len(numbers)}x{numbers[0]}" if alike else ",".join(map(str, numbers))
 
 
 class AttentionEntry(Entry):
@@ -149,9 +155,11 @@ def case_data(case: AttentionCase, seed: int) -> list[tuple[Array, Array, Array]
 
 @lru_cache(8)
 def fp8_data(geometry: Heads, seed: int, stream: int, length: int) -> tuple[Array, Array, Array]:
-    """As stream_data, keys and values through an fp8 cache."""
+    """As stream_data, keys and values through an fp8 cache, neighbours with unlike exponents."""
     q, k, v = stream_data(geometry, seed, stream, length)
-    return q, fp8_oracle.through_fp8(k), fp8_oracle.through_fp8(v)
+    power = (np.arange(length)[:, None] + np.arange(geometry.kv_heads)) % 3 - 1
+    scale = np.exp2(power)[..., None].astype(k.dtype)
+    return q, fp8_oracle.through_fp8(k * scale), fp8_oracle.through_fp8(v * scale)
 
 
 def queries(case: AttentionCase, seed: int) -> Array:

@@ -31,14 +31,16 @@ UNDERFLOW = 2.0**-100
 
 @dataclass(frozen=True)
 class FoldShape:
-    """How often values round on their way through an attention kernel.
+    """What values lose on their way through an attention kernel.
 
-    score_steps: mma steps of a score. value_steps: mma steps of an output. rescalings: factors E(...) that a weight
-    may meet. sum_roundings: float32 roundings of the denominator.
+    score: error of a score, as a part of Σ|q·k|. weight: relative error of a weight as it meets its value. values: error
+    of an output's products and sums, as a part of Σ p·|v|. rescalings: factors E(...) that a weight may meet.
+    sum_roundings: float32 roundings of the denominator.
     """
 
-    score_steps: int
-    value_steps: int
+    score: float
+    weight: float
+    values: float
     rescalings: int
     sum_roundings: int
 
@@ -49,7 +51,7 @@ def prompt_fold(keys: int, D: int) -> FoldShape:
     A denominator rounds 6 times in a tile's rowsum, then once a tile; an output takes 4 mma steps a tile.
     """
     tiles = -(-keys // 64)
-    return FoldShape(D // 16, 4 * tiles, tiles, 6 + tiles)
+    return FoldShape(D // 16 * MMA_STEP, BF16, 4 * tiles * MMA_STEP, tiles, 6 + tiles)
 
 
 def decode_fold(keys: int, D: int) -> FoldShape:
@@ -59,21 +61,30 @@ def decode_fold(keys: int, D: int) -> FoldShape:
     A denominator rounds 7 times in a tile's rowsum (3 in the thread, 2 in the quad, 2 across warps).
     """
     folds = 8 + 4 + -(-keys // 2048)
-    return FoldShape(D // 16, 4 * 8, folds, 7 + 2 * folds)
+    return FoldShape(D // 16 * MMA_STEP, BF16, 4 * 8 * MMA_STEP, folds, 7 + 2 * folds)
+
+
+def scalar_fold(keys: int, D: int) -> FoldShape:
+    """The scalar path over ``keys`` keys: the folds of decode, in float32 alone.
+
+    A score is a chain of D fma, a tile's output one of 64, its weights float32: each fma rounds once. A denominator rounds 7
+    times in a tile's rowsum (3 in the lane, 4 across lanes).
+    """
+    tree = decode_fold(keys, D)
+    return FoldShape(D * U, 0.0, 64 * U, tree.rescalings, 7 + 2 * tree.rescalings)
 
 
 def attention(exact: Attended, shape: FoldShape) -> Float64:
     """The largest error of each output element [W, H, D].
 
-    A weight: its score's mma steps and the rounding after ``scale``; the depth of its E's, which add up to m - s
-    whatever the way there; EXP2 for each E. These hit numerator and denominator. Numerator: bf16 P, its own mma
-    steps, one rounding a rescaling (two in decode). Denominator: its sums. Then the division, then bf16 of the
-    result.
+    A weight: its score's chain and the rounding after ``scale``; the depth of its E's, which add up to m - s whatever
+    the way there; EXP2 for each E. These hit numerator and denominator. Numerator: P as it meets a value, its own
+    chain, one rounding a rescaling (two in decode). Denominator: its sums. Then the division, then bf16 of the result.
     """
     size = np.abs(exact.out)
-    weights = exact.scores * (shape.score_steps * MMA_STEP + U) + exact.depth * EXP_DEPTH
+    weights = exact.scores * (shape.score + U) + exact.depth * EXP_DEPTH
     weights += (exact.reach + size) * shape.rescalings * EXP2
-    numerator = exact.reach * (BF16 + shape.value_steps * MMA_STEP + 2 * shape.rescalings * U)
+    numerator = exact.reach * (shape.weight + shape.values + 2 * shape.rescalings * U)
     denominator = size * (shape.sum_roundings + 1) * U
     return SECOND_ORDER * (weights + numerator + denominator + BF16 * size) + UNDERFLOW
 
@@ -86,6 +97,11 @@ def prompt_attention(exact: Attended, D: int) -> Float64:
 def decode_attention(exact: Attended, D: int) -> Float64:
     """Bound of decode_rows, decode_partial and decode_merge together."""
     return attention(exact, decode_fold(exact.keys, D))
+
+
+def scalar_attention(exact: Attended, D: int) -> Float64:
+    """Bound of decode_scalar and decode_merge together."""
+    return attention(exact, scalar_fold(exact.keys, D))
 
 
 def worst_fraction(found: NDArray, exact: Float64, bound: Float64) -> float:

@@ -29,7 +29,7 @@ from refengine.checkpoint import AttentionWeights, GatedDeltaNetWeights, LayerWe
 from refengine.registry import ModelSpec
 
 from . import oracles
-from .bounds import EXP2, EXP_DEPTH, MMA_STEP, SECOND_ORDER, U, decode_fold
+from .bounds import EXP2, EXP_DEPTH, SECOND_ORDER, U, decode_fold
 from .oracles import Array, Pair
 
 DRAWS = 32
@@ -172,14 +172,14 @@ def attend(q: Array, k: Array, v: Array, take: Take) -> Array:
     The float32 errors are those of bounds.attention, with the folds of decode: up to 512 keys a prompt has no more.
     """
     fold, scale, causal = decode_fold(len(q), q.shape[1]), q.shape[1] ** -0.5, np.tri(len(q), dtype=bool)
-    error = (fold.score_steps * MMA_STEP + U) * scale * (np.abs(q) @ np.abs(k).T)
+    error = (fold.score + U) * scale * (np.abs(q) @ np.abs(k).T)
     s = take(oracles.within(q @ k.T * scale, error))
     below = np.where(causal, np.where(causal, s, -np.inf).max(axis=1, keepdims=True) - s, np.inf)
     weight = np.exp(-below)
     p = take(oracles.rounded(weight, weight * (fold.rescalings * EXP2 + np.where(causal, below, 0) * EXP_DEPTH)))
     total = weight.sum(axis=1, keepdims=True)
     out, size = p @ v / total, p @ np.abs(v) / total
-    error = size * (fold.value_steps * MMA_STEP + 2 * fold.rescalings * U) + np.abs(out) * (fold.sum_roundings + 1) * U
+    error = size * (fold.values + 2 * fold.rescalings * U) + np.abs(out) * (fold.sum_roundings + 1) * U
     return take(oracles.rounded(out, error))
 
 
