@@ -17,10 +17,13 @@ import ml_dtypes
 import numpy as np
 
 from backends.arena import Arena, CacheShape, part_words
+from backends.attention import attend, plan_pass
 from backends.batch import DECODE, PROMPT, Batch, Norms
 from backends.layout import Layout
 from backends.stream import BackendError, Sizes, Stream
-from kernels_numba import decode_attention, decode_plan, keep, prompt_attention, rope_store
+from kernels_numba import decode_plan, keep, rope_store
+from kernels_numba.decode_attention import TILE
+from kernels_numba.scalar_plan import pass_tables
 from kernels_numba.streams import (
     BASE,
     COLUMNS,
@@ -50,7 +53,6 @@ __all__ = [
     "backend_names",
 ]
 
-TILE = decode_attention.TILE
 BF16 = ml_dtypes.bfloat16
 PLANES = [K_PLANE, V_PLANE, K_EXP_PLANE, V_EXP_PLANE]
 
@@ -271,15 +273,14 @@ class Backend(ABC):
         """A batch with its tables on the device."""
         put = self.xp.asarray
         streams, slots = put(self.layer_tables(table)), put(np.array([s.slot for s in members], np.int32))
+        plan = plan_pass(self, phase, table)
+        cut = (None, None) if plan is None else (plan.to(self.xp), self.xp.empty(plan.scratch_size, dtype=np.float32))
         if phase == PROMPT:
-            owners = np.repeat(np.arange(len(members), dtype=np.int32), table[:, ROWS])
-            return Batch(phase, members, table, streams, put(owners), slots)
-        shape = self.shape
+            owners, depths = pass_tables(table)
+            return Batch(phase, members, table, streams, put(owners), slots, None, put(depths), *cut)
         lines = decode_plan.chain_tables(table) if parents is None else decode_plan.tree_tables(table, parents)
         owners, paths, depths = map(put, lines)
-        plan = decode_plan.plan_decode(table, shape.heads, shape.kv_heads, shape.head_dim)
-        scratch = self.xp.empty(plan.scratch_size, dtype=np.float32)
-        batch = Batch(phase, members, table, streams, owners, slots, paths, depths, plan.to(self.xp), scratch)
+        batch = Batch(phase, members, table, streams, owners, slots, paths, depths, *cut)
         if parents is None:
             return batch
         schedule = plan_trees(parents, table[:, FIRST].tolist()).to(self.xp)
@@ -336,30 +337,7 @@ class Backend(ABC):
         Raises as check_current does.
         """
         self.check_current(batch)
-        out = self.xp.empty(q.shape, dtype=BF16)
-        scale = np.float32(self.shape.head_dim**-0.5)
-        address = (self.arena.words, self.pages, self.layer_streams(layer, batch))
-        if batch.phase == PROMPT:
-            self.attend_prompts(out, q, address, scale, batch)
-        else:
-            decode_attention.decode_attention(
-                out, q, *address, batch.owners, batch.paths, batch.depths, *self.record(layer, batch), scale, batch.scratch,
-                batch.plan, self.layout, self.sizes.kv,
-            )  # fmt: skip
-        return out
-
-    def attend_prompts(self, out: Any, q: Any, address: tuple, scale: np.float32, batch: Batch) -> None:
-        """One launch a stream."""
-        shape = self.shape
-        per_block = prompt_attention.heads_per_block(shape.heads // shape.kv_heads)
-        bound = prompt_attention.prompt_attention.at(
-            D=shape.head_dim, HPC=per_block, layout=self.layout, kv=self.sizes.kv
-        )
-        for number, rows in enumerate(batch.table[:, ROWS]):
-            grid, threads, shared = prompt_attention.launch_shape(
-                int(rows), shape.heads, shape.kv_heads, shape.head_dim, self.sizes.kv
-            )
-            bound[grid, threads, None, shared](out, q, *address, number, shape.heads, shape.kv_heads, scale)
+        return attend(self, layer, q, batch)
 
     def finish(self, batch: Batch, accepted: Sequence[int] | None = None) -> None:
         """The pass is through: its rows are committed; a decode pass's records are kept in the caches.

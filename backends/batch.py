@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from backends.stream import Stream
-from kernels_numba.streams import FIRST, ROWS, TABLE
+from kernels_numba.streams import FIRST, ROWS
 
 PROMPT, DECODE = "prompt", "decode"
 
@@ -28,11 +28,11 @@ class Batch:
     """The rows of one pass. rows: W rows, streams one after the other.
 
     table: int64 [S, 11], the stream table on the host; streams: int64 [L, S, 11] on the device, one for each attention layer
-    (if there are none, one without planes); owners: int32 [W], row -> stream; slots: int32 [S], place of the recurrent state.
-    For decode: paths int32 [W, 128] and depths int32 [W], the window rows that a row sees; plan and scratch, how the launch is
-    cut. drafted: the rows are drafts, of which ``finish`` keeps what it is told; parents: of each stream's rows then, and
-    schedule, the order in which the recurrent layers take them. linear: what a drafted pass holds of each linear layer until
-    then, by layer.
+    (if there are none, one without planes); owners: int32 [W], row -> stream; slots: int32 [S], place of the recurrent state;
+    depths: int32 [W], rows of its own stream that a row sees, itself included; decode: paths int32 [W, 128], which of them.
+    plan and scratch: how the attention is cut; None where prompt_attention takes the rows.
+    drafted: the rows are drafts, of which ``finish`` keeps what it is told; parents: of each stream's rows then, and schedule,
+    the order in which the recurrent layers take them. linear: what a drafted pass holds of each linear layer until then.
     """
 
     phase: str
@@ -56,11 +56,6 @@ class Batch:
     @property
     def drafted(self) -> bool:
         return self.parents is not None
-
-    @property
-    def holds_pages(self) -> bool:
-        """Whether a stream with rows in this pass is on pages."""
-        return bool(((self.table[:, TABLE] >= 0) & (self.table[:, ROWS] > 0)).any())
 
     def ends(self, kept: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """(last int32 [S], kept int32 [S]): the row of the launch whose path is kept, and how many rows it has."""

@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 DeviceName = Annotated[str, typer.Option("--device", help="Where to run: auto, cpu or cuda.")]
+Kv = Annotated[str, typer.Option("--kv", help="What a cache row is made of: bf16 or fp8.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file, too.")]
 
 
@@ -74,6 +75,13 @@ def compare(
     device: DeviceName = "auto",
     json: Json = None,
     seed: Annotated[int, typer.Option(help="Of the synthetic checkpoint, the random prompt and the page order.")] = 0,
+    kv: Kv = "bf16",
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="Kernels: tiles; scalar-batch or scalar-decode send passes that hold pages to the scalar path."
+        ),
+    ] = "tiles",
 ) -> None:
     """Run a prompt and a decode through each backend and compare them, bit for bit.
 
@@ -85,8 +93,9 @@ def compare(
 
     names = tuple(n.strip() for n in backends.split(",") if n.strip())
     request = Request(
-        model, names, page_size, prompt, prompt_tokens, tokens, parallel, prompt_rows, context, memory_gib, device, seed
-    )
+        model, names, page_size, prompt, prompt_tokens, tokens, parallel, prompt_rows, context, memory_gib, device, seed,
+        kv, attention,
+    )  # fmt: skip
     raise typer.Exit(run(request, json))
 
 
@@ -110,6 +119,9 @@ def generate(
         int | None, typer.Option(help="Positions a page, where the backend lets one choose. [default: 256]")
     ] = None,
     kv: Annotated[str, typer.Option(help="What cache rows are made of: bf16 or fp8.")] = "bf16",
+    drafts: Annotated[
+        str, typer.Option(help="Who guesses tokens ahead: none, ngram, mtp or both. The reply is the same.")
+    ] = "none",
     device: DeviceName = "auto",
     json: Json = None,
 ) -> None:
@@ -123,7 +135,7 @@ def generate(
     from refengine.serve.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    request = Request(model, prompt, chat, system, tokens, sampling, backend, page_size, kv, device)
+    request = Request(model, prompt, chat, system, tokens, sampling, backend, page_size, kv, drafts, device)
     raise typer.Exit(run(request, json))
 
 
@@ -204,7 +216,7 @@ def inspect(
 
 @app.command()
 def contract(
-    kernel: Annotated[str | None, typer.Argument(help="One entry by name. Default: every kernel.")] = None,
+    kernels: Annotated[list[str] | None, typer.Argument(help="Entries by name. Default: every kernel.")] = None,
     device: DeviceName = "auto",
     full: Annotated[bool, typer.Option("--full", help="Every case: hours without a GPU.")] = False,
     mutate: Annotated[
@@ -215,7 +227,9 @@ def contract(
     ] = False,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Hold the bits against an earlier --json. Default: the checkout's H200's."),
+        typer.Option(
+            metavar="FILE", help="Hold the bits against an earlier --json. Default: the checkout's of an H200."
+        ),
     ] = None,
     backend: Annotated[
         str | None, typer.Option(help="This backend alone, by its registered name; a plug-in's, say.")
@@ -229,7 +243,7 @@ def contract(
     """
     from refengine.commands.contract import Request, run
 
-    request = Request(kernel, device, full, mutate, seed, record=record, against=against, backend=backend)
+    request = Request(tuple(kernels or ()), device, full, mutate, seed, record=record, against=against, backend=backend)
     raise typer.Exit(run(request, json))
 
 

@@ -176,7 +176,7 @@ def test_a_mutant_whose_text_is_gone_is_missed_and_says_why():
 
 
 def request(kernel="rms_norm", **how):
-    return Request(kernel, "cpu", full=False, mutate=False, seed=0, processes=1, **how)
+    return Request((kernel,) if kernel else (), "cpu", full=False, mutate=False, seed=0, processes=1, **how)
 
 
 def test_the_command_ends_with_the_summary(capsys):

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from small_tokenizer import make_tokenizer, with_beginning, write_tokenizer
 
-from backends.base import Sizes, backend_class
+from backends.base import Backend, Sizes, backend_class
 from kernels_numba.machine import KernelError
 from refengine import cli
-from refengine.checkpoint import load_weights, make_checkpoint
+from refengine.checkpoint import load_weights, make_checkpoint, spec_of_folder
 from refengine.commands import generate
+from refengine.commands import reply as output
 from refengine.commands.inputs import find_model
 from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import load_model
+from refengine.registry.parts import Mtp
 from refengine.serve.passes import Session
 from refengine.verify.hashes import token_hash
 from refengine.verify.launches import one_of_each_kind
+from refengine.verify.predictable import predictable
 
 PROMPT = "A page table says where each page of a stream lies. "
 HOT = ("--temperature", "5")
@@ -84,7 +88,8 @@ def test_stdout_is_the_text_and_stderr_one_line(call, plain, tmp_path):
     assert status == 0 and re.fullmatch(r"refengine: 52 prompt tokens, 5 tokens in \d+\.\d s, --tokens reached\n", err)
     assert out == bytes(t for t in tokens if t < 256).decode("utf-8", "replace") + "\n"
     claims = {c["name"]: c["value"] for c in said["claims"]}
-    assert claims == {"generate/prompt_tokens": 52, "generate/tokens": 5, "generate/token_hash": token_hash(tokens)}
+    figures = {"prompt_tokens": 52, "tokens": 5, "token_hash": token_hash(tokens), "drafts_accepted": 0}
+    assert claims == {f"generate/{name}": value for name, value in figures.items()}
 
 
 def test_greedy_tokens_are_those_of_compare(plain, reply):
@@ -114,13 +119,55 @@ def test_every_cache_gives_the_same_text(plain, reply, kv, sampled):
     assert all(tokens == replies[0] for tokens in replies) and len(set(replies[0])) > 2
 
 
-def test_kv_reaches_the_cache(plain, reply, monkeypatch):
-    """Were it not heeded, the test above would pass."""
-    seen = []
-    monkeypatch.setattr(generate, "Sizes", lambda *a, **k: seen.append(k["kv"]) or Sizes(*a, **k))
-    for kv in ("bf16", "fp8"):
-        reply(plain, "--kv", kv, tokens=1)
-    assert seen == ["bf16", "fp8"]
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ((), Sizes(53)),
+        (("--kv", "fp8"), Sizes(53, kv="fp8")),
+        (("--page-size", "16"), Sizes(53, page_size=16)),
+        (("--drafts", "ngram"), Sizes(53, window_rows=generate.WINDOW_ROWS)),
+    ],
+    ids=["as it is", "fp8", "pages", "drafts"],
+)
+def test_what_is_asked_for_reaches_the_cache(plain, reply, monkeypatch, arguments, wanted):
+    """Were it not heeded, the text would be the same."""
+    sizes, init = [], Backend.__init__
+    monkeypatch.setattr(Backend, "__init__", lambda *a: sizes.append(a[2]) or init(*a))
+    reply(plain, *arguments, tokens=1)
+    assert sizes == [wanted]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "0.2", "--seed", "1")], ids=["greedy", "drawn"])
+def test_drafts_change_nothing_but_the_passes(plain, reply, monkeypatch, sampled, kv):
+    """Weights of a model that can be guessed, so that drafts are accepted, and others are not."""
+    monkeypatch.setattr(generate, "load_weights", lambda *a: predictable(load_weights(*a), 2.0**-6))
+    steps, step = [], Session.step
+    monkeypatch.setattr(Session, "step", lambda *a: steps.append(1) or step(*a))
+    replies, passes = {}, {}
+    for drafts in ("none", "ngram", "mtp", "both"):
+        replies[drafts] = reply(plain, "--drafts", drafts, "--kv", kv, *sampled, tokens=24)
+        passes[drafts] = len(steps)
+        steps.clear()
+    assert all(r["tokens"] == replies["none"]["tokens"] for r in replies.values())
+    assert replies["none"]["drafted"] == replies["none"]["accepted"] == 0 and passes["none"] == 24
+    for drafts in ("ngram", "mtp", "both"):
+        accepted, drafted = replies[drafts]["accepted"], replies[drafts]["drafted"]
+        assert 0 < accepted <= drafted and passes[drafts] == 24 - accepted
+
+
+def test_the_summary_tells_of_drafts(call, plain):
+    status, _, err = call(plain, "--prompt", "abcabcabc", "--tokens", 4, "--drafts", "mtp")
+    assert status == 0 and re.search(r", --tokens reached, \d of [1-9]\d* drafts accepted\n$", err)
+
+
+def test_a_checkpoint_without_a_head_drafts_otherwise(call, plain, tmp_path, monkeypatch):
+    """The head's drafts are refused before any weight is read."""
+    folder = tmp_path / "headless"
+    make_checkpoint(replace(spec_of_folder(plain), mtp=Mtp(0)), folder)
+    assert call(folder, *HI, "--drafts", "ngram", "--tokens", 1)[0] == 0
+    monkeypatch.setattr(generate, "load_weights", lambda *_: pytest.fail("it read the weights"))
+    one_line(call(folder, *HI, "--drafts", "mtp"), "--drafts ngram or none")
 
 
 def test_draws_repeat_with_the_seed_and_differ_with_another(plain, reply):
@@ -135,13 +182,13 @@ def test_a_draw_from_one_token_is_greedy(plain, reply, narrow):
 
 
 def test_each_token_is_shown_before_the_next_pass(call, plain, monkeypatch):
-    """It streams: pass, text, pass, text."""
+    """It streams: pass, text, pass, text; then what is left, and the end of the line."""
     events = []
-    step, show = Session.step, generate.show
+    step, show = Session.step, output.show
     monkeypatch.setattr(Session, "step", lambda *a: events.append("pass") or step(*a))
-    monkeypatch.setattr(generate, "show", lambda piece: events.append("text") or show(piece))
+    monkeypatch.setattr(output, "show", lambda piece: events.append("text") or show(piece))
     assert call(plain, "--prompt", PROMPT, "--tokens", 3)[0] == 0
-    assert events == ["pass", "text"] * 3 + ["text"]
+    assert events == ["pass", "text"] * 3 + ["text"] * 2
 
 
 def test_an_end_token_ends_the_reply(folder, reply):
@@ -209,7 +256,7 @@ class Screen:
 def test_a_reply_cannot_steer_the_terminal(monkeypatch, screen, shown):
     """A pipe gets the text as it is."""
     monkeypatch.setattr(sys, "stdout", screen)
-    generate.show("é\t\x1b[2J\x9b\n")
+    output.show("é\t\x1b[2J\x9b\n")
     assert screen.text == shown
 
 
@@ -239,6 +286,7 @@ REFUSED = [
     ((*HI, "--page-size", "48", "--backend", "window"), "window has no pages"),
     ((*HI, "--page-size", "48", "--backend", "paged-p256"), "pages of 256"),
     ((*HI, "--kv", "fp4"), "--kv fp4"),
+    ((*HI, "--drafts", "mpt"), "did you mean mtp"),
     ((*HI, "--json", "missing/report.json"), "--json missing/report.json"),
 ]
 
@@ -285,13 +333,20 @@ def test_a_cache_that_does_not_fit_is_refused(call, plain, monkeypatch):
 # --- Findings -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_kernel_is_a_finding(call, plain, monkeypatch):
-    def stop(*_):
-        raise KernelError("rms_norm: norms.py:1: index 9 of 8")
+@pytest.mark.parametrize("passes", [0, 3])
+def test_a_stopped_kernel_is_a_finding(call, plain, monkeypatch, passes):
+    """What was written until then is a line of text."""
+    hidden, left = Qwen35.hidden, iter(range(passes))
 
+    def stop(*arguments):
+        if next(left, None) is None:
+            raise KernelError("rms_norm: norms.py:1: index 9 of 8")
+        return hidden(*arguments)
+
+    whole = call(plain, *HI, "--tokens", passes)[1] if passes else ""
     monkeypatch.setattr(Qwen35, "hidden", stop)
-    status, out, err = call(plain, *HI)
-    assert (status, out) == (1, "") and err.endswith("norms.py:1: index 9 of 8\n")
+    assert whole.endswith("\n") == (passes > 0)
+    assert call(plain, *HI) == (1, whole, "refengine: rms_norm: norms.py:1: index 9 of 8\n")
 
 
 def test_logits_of_nan_are_a_finding(call, plain, monkeypatch):

@@ -271,7 +271,7 @@ def folder(tmp_path, monkeypatch):
 
 def asked(**options):
     """A request for the smallest entry: one case, in this process."""
-    return contract.Request(**({"kernel": "rms_norm", "device": "cpu", "full": False, "mutate": False, "seed": 0,
+    return contract.Request(**({"kernels": ("rms_norm",), "device": "cpu", "full": False, "mutate": False, "seed": 0,
                                 "processes": 1} | options))  # fmt: skip
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from rich.table import Table
 
 from backends.base import Backend, Sizes, backend_class, backend_names
+from backends.stream import ATTENTION, TILES
+from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import load_weights
 from refengine.commands.inputs import find_model, given_bytes, machine_gib
@@ -50,6 +52,8 @@ class Request:
     memory_gib: float | None
     device: str
     seed: int
+    kv: str = "bf16"
+    attention: str = TILES
 
 
 def run(request: Request, json: Path | None) -> int:
@@ -86,6 +90,8 @@ def run(request: Request, json: Path | None) -> int:
 def check(request: Request) -> None:
     """Refuse what can be refused before anything is read."""
     check_backends(request.backends)
+    known_name("--kv", request.kv, KV_TYPES)
+    known_name("--attention", request.attention, ATTENTION)
     least = {"--page-size": request.page_size, "--tokens": request.tokens, "--parallel": request.parallel,
              "--prompt-tokens": request.prompt_tokens, "--context": request.context}  # fmt: skip
     for flag, value in least.items():
@@ -147,7 +153,15 @@ def room(request: Request, prompt: int, spec: ModelSpec) -> int:
 
 def build_all(spec: ModelSpec, request: Request, context: int, device: Device) -> list[Backend]:
     """The backends, their pages shuffled. Raises UserError when they take more memory than there may be."""
-    sizes = Sizes(context, request.parallel, request.page_size, spare_pages=SPARE_PAGES, shuffle=request.seed)
+    sizes = Sizes(
+        context,
+        request.parallel,
+        request.page_size,
+        spare_pages=SPARE_PAGES,
+        shuffle=request.seed,
+        kv=request.kv,
+        attention=request.attention,
+    )
     shape, kinds = cache_shape(spec), [backend_class(name) for name in request.backends]
     for kind in kinds:
         check_memory(kind.name, kind.arena_bytes(shape, sizes) / 2**30, request, context, device)

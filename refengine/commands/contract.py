@@ -24,19 +24,20 @@ from refengine.cores import usable_cores
 from refengine.device import open_device
 from refengine.errors import UserError
 
-H200 = Path(__file__).parents[2] / "benchmarks" / "contract_h200.json"
-"""The bits that every run is held against, where the checkout has them and --against names no others."""
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+H200 = "contract_h200*.json"
+"""Reports whose bits every run is held against, where the checkout has them and --against names no other."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A run of the contract as the command line asks for it.
 
-    kernel: one entry. backend: one backend, a plug-in's perhaps, and nothing else.
+    kernels: entries; none: all. backend: one backend, a plug-in's perhaps, and nothing else.
     record: rewrite gate 5's records and do nothing else. against: a report whose bits this run must have.
     """
 
-    kernel: str | None
+    kernels: tuple[str, ...]
     device: str
     full: bool
     mutate: bool
@@ -91,8 +92,8 @@ def run(request: Request, json: Path | None) -> int:
     names, records = chosen(request), of_request(request, read_records(limit_records.RECORDS))
     if request.record:
         return limits.record(kernels_of(request), records, json)
-    against = request.against or (H200 if H200.exists() else None)
-    bits = {} if against is None else read_report(against, "contract", digests)
+    reports = [request.against] if request.against else sorted(BENCHMARKS.glob(H200))
+    bits = {case: digest for path in reports for case, digest in read_report(path, "contract", digests).items()}
     order = Order(open_device(request.device).name, names, request.full, request.mutate, request.seed, bits)
     held = held_cases(order, request.against)
     report = collected(order, request, records)
@@ -109,7 +110,7 @@ def check(request: Request) -> None:
         raise UserError(f"--seed {request.seed}: at least 0")
     if request.record and (request.mutate or request.full or request.against or request.backend):
         raise UserError("--record: compiles, and runs no case; leave out --mutate, --full, --against and --backend")
-    if request.backend is not None and (request.kernel is not None or request.mutate):
+    if request.backend is not None and (request.kernels or request.mutate):
         raise UserError(f"--backend {request.backend}: runs that backend alone; leave out KERNEL and --mutate")
 
 
@@ -117,19 +118,23 @@ def chosen(request: Request) -> tuple[str, ...]:
     """Entries by name, or all. Raises UserError for a kernel or a backend that is none."""
     if request.backend is not None:
         return (PREFIX + known_name("--backend", request.backend, backend_names()),)
-    return tuple(entries()) if request.kernel is None else (known_name("KERNEL", request.kernel, list(entries())),)
+    return tuple(dict.fromkeys(known_name("KERNEL", name, list(entries())) for name in request.kernels)) or tuple(
+        entries()
+    )
 
 
 def kernels_of(request: Request) -> list[str]:
-    """The kernels of the entry that is asked for, or all there are; a backend brings none."""
+    """The kernels of the entries that are asked for, or all there are; a backend brings none."""
     if request.backend is not None:
         return []
-    return list(product_kernels() if request.kernel is None else entries()[request.kernel].kernels)
+    return (
+        [k for name in request.kernels for k in entries()[name].kernels] if request.kernels else list(product_kernels())
+    )
 
 
 def of_request(request: Request, records: Records) -> Records:
     """The records of what is asked for; without a name all, those of kernels that are gone too."""
-    everything = request.kernel is None and request.backend is None
+    everything = not request.kernels and request.backend is None
     return {k: r for k, r in records.items() if everything or k in kernels_of(request)}
 
 
@@ -143,7 +148,7 @@ def collected(order: Order, request: Request, records: Records) -> Report:
             bar.advance(task)
     verdicts = sorted((v for v in found if isinstance(v, Verdict)), key=lambda v: (v.entry, v.case))
     planted = sorted((p for p in found if isinstance(p, Planted)), key=lambda p: (p.entry, p.name))
-    missing = [] if request.kernel or request.backend else uncovered()
+    missing = [] if request.kernels or request.backend else uncovered()
     return Report(verdicts, planted, missing, limits.fits(kernels_of(request), records))
 
 

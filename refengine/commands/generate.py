@@ -1,36 +1,44 @@
-"""``refengine generate``: read the prompt, stream the reply to stdout as its tokens come, say on stderr what it took."""
+"""``refengine generate``: read the request, run it, say on stderr what the reply took."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from backends.base import Backend, Sizes, backend_class, backend_names
 from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
-from refengine.checkpoint import load_weights
+from refengine.checkpoint import Checkpoint, load_mtp, load_weights
 from refengine.commands.inputs import find_model, given_bytes, machine_gib
 from refengine.commands.names import known_name
-from refengine.commands.report import check_report, progress_bar, write_report
+from refengine.commands.reply import Reply, generate
+from refengine.commands.report import check_report, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
-from refengine.model import Qwen35, cache_shape, check_dims
+from refengine.model import MtpHead, Qwen35, cache_shape, check_dims
 from refengine.registry import ModelSpec
-from refengine.serve.replies import NoToken, SampledSession, tokens_of
+from refengine.serve.drafters import Drafter, JoinedDrafter, MtpDrafter, NgramDrafter
+from refengine.serve.passes import Session
+from refengine.serve.replies import NoToken
 from refengine.serve.sampling import Sampling
-from refengine.text import Text, TextStream, open_chat_template, open_text
-from refengine.text.chat import Message
+from refengine.text import Message, Text, open_chat_template, open_text
 from refengine.verify.hashes import token_hash
 
 PROMPT_ROWS = 256
 """Rows a prompt pass, at most."""
 PAGE_SIZE = 256
 """Positions a page, where nobody asks for another number."""
+DRAFTERS: dict[str, Drafter | None] = {
+    "none": None,
+    "ngram": NgramDrafter(),
+    "mtp": MtpDrafter(),
+    "both": JoinedDrafter((MtpDrafter(), NgramDrafter())),
+}
+"""Who drafts, by the value of --drafts."""
+WINDOW_ROWS = 8
+"""Rows of a decode pass with drafts, at most."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +54,17 @@ class Request:
     backend: str
     page_size: int | None
     kv: str
+    drafts: str
     device: str
 
-
-@dataclass(eq=False)
-class Reply:
-    """What was generated. seconds: from the first pass to the last token. ended: by an end token."""
-
-    prompt_tokens: int
-    tokens: list[int]
-    text: str
-    seconds: float
-    ended: bool
+    @property
+    def drafter(self) -> Drafter | None:
+        return DRAFTERS[self.drafts]
 
     @property
-    def summary(self) -> str:
-        """One line."""
-        end = "end token" if self.ended else "--tokens reached"
-        return f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} tokens in {self.seconds:.1f} s, {end}"
+    def needs_head(self) -> bool:
+        """Whether the drafter looks at the MTP head's guesses."""
+        return self.drafter is not None and self.drafter.guesses > 0
 
 
 def run(request: Request, json: Path | None) -> int:
@@ -76,16 +77,14 @@ def run(request: Request, json: Path | None) -> int:
     check_dims(spec)
     text = open_text(spec, folder)
     prompt = prompt_ids(request, text, folder)
-    context = room(request, len(prompt), spec)
-    backend = build(request, spec, context, device)
-    model = Qwen35(spec, load_weights(checkpoint(), spec), device, context)
-    session = SampledSession(model, backend, device, [prompt], PROMPT_ROWS, request.sampling)
+    backend = build(request, spec, room(request, len(prompt), spec), device)
+    session = start(request, spec, checkpoint(), backend, device, prompt)
     try:
-        reply = generate(session, request.tokens, spec.tokens.end, text.stream())
+        reply = generate(session, request.tokens, text.stream())
     except SetupError:
         raise
     except (KernelError, NoToken) as stopped:
-        print(f"\nrefengine: {stopped}", file=sys.stderr)
+        print(f"refengine: {stopped}", file=sys.stderr)
         return 1
     print(f"refengine: {reply.summary}", file=sys.stderr)
     if json is not None:
@@ -104,6 +103,7 @@ def check(request: Request) -> None:
         raise UserError("--system: is part of a conversation; add --chat")
     check_sampling(request.sampling)
     known_name("--kv", request.kv, KV_TYPES)
+    known_name("--drafts", request.drafts, tuple(DRAFTERS))
     check_page_size(known_name("--backend", request.backend, backend_names()), request.page_size)
 
 
@@ -168,8 +168,9 @@ def room(request: Request, prompt: int, spec: ModelSpec) -> int:
 
 def build(request: Request, spec: ModelSpec, context: int, device: Device) -> Backend:
     """The backend. Raises UserError when it takes more memory than there is."""
-    sizes = Sizes(context, page_size=request.page_size or PAGE_SIZE, kv=request.kv)
-    kind, shape = backend_class(request.backend), cache_shape(spec)
+    rows = 1 if request.drafter is None else WINDOW_ROWS
+    sizes = Sizes(context, page_size=request.page_size or PAGE_SIZE, window_rows=rows, kv=request.kv)
+    kind, shape = backend_class(request.backend), cache_shape(spec, mtp=request.needs_head)
     gib = kind.arena_bytes(shape, sizes) / 2**30
     full = UserError(
         f"--tokens {request.tokens}: {request.backend} takes {gib:.4g} GiB, more than there is; ask for fewer"
@@ -182,51 +183,19 @@ def build(request: Request, spec: ModelSpec, context: int, device: Device) -> Ba
         raise full from problem
 
 
-# --- The reply ------------------------------------------------------------------------------------------------------
+def start(
+    request: Request, spec: ModelSpec, checkpoint: Checkpoint, backend: Backend, device: Device, prompt: list[int]
+) -> Session:
+    """The model, with its MTP head where drafts are the head's, and the prompt that it will read.
 
-
-def generate(session: SampledSession, tokens: int, end: Sequence[int], stream: TextStream) -> Reply:
-    """Run the session and show its text piece by piece."""
-    ids, pieces, began = [], [], time.perf_counter()
-    for token in read_and_reply(session, tokens, end):
-        ids.append(token)
-        if token not in end:
-            pieces.append(stream.push(token))
-            show(pieces[-1])
-    session.device.synchronize()
-    seconds = time.perf_counter() - began
-    pieces.append(stream.end())
-    show(pieces[-1] + "\n")
-    return Reply(len(session.prompts[0]), ids, "".join(pieces), seconds, ids[-1] in end)
-
-
-def read_and_reply(session: SampledSession, tokens: int, end: Sequence[int]) -> Iterator[int]:
-    """The tokens; a bar stands there until the prompt is read."""
-    passes = -(-len(session.prompts[0]) // session.prompt_rows)
-    with progress_bar() as bar:
-        task = bar.add_task("prompt", total=passes)
-        reply = tokens_of(session, tokens, end, lambda: bar.advance(task))
-        first = next(reply)
-    return chain([first], reply)
-
-
-def show(piece: str) -> None:
-    """Write to stdout at once what its encoding has, and to a terminal nothing that steers it."""
-    out = sys.stdout
-    encoding = out.encoding or "utf-8"
-    shown = piece.encode(encoding, "replace").decode(encoding)
-    out.write(harmless(shown) if out.isatty() else shown)
-    out.flush()
-
-
-def harmless(text: str) -> str:
-    """The text with U+FFFD for every control character."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if is_control(c) else c for c in text)
-
-
-def is_control(character: str) -> bool:
-    """Whether a terminal may take it for a command: C0 but newline and tab, DEL, C1."""
-    return character not in "\n\t" and (character < " " or "\x7f" <= character < "\xa0")
+    Raises UserError where the checkpoint has no head.
+    """
+    if request.needs_head:
+        checkpoint.check_mtp()
+    model = Qwen35(spec, load_weights(checkpoint, spec), device, backend.sizes.context)
+    head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if request.needs_head else None
+    stop = frozenset(spec.tokens.end)
+    return Session(model, backend, device, [prompt], PROMPT_ROWS, [request.sampling], [request.drafter], head, stop)
 
 
 # --- The report -----------------------------------------------------------------------------------------------------
@@ -238,6 +207,7 @@ def report(request: Request, reply: Reply, device: Device) -> dict[str, Any]:
         ("prompt_tokens", reply.prompt_tokens, "tokens"),
         ("tokens", len(reply.tokens), "tokens"),
         ("token_hash", token_hash(reply.tokens), "sha256/16"),
+        ("drafts_accepted", reply.accepted, "drafts"),
     )
     claims = [{"name": f"generate/{name}", "value": value, "unit": unit} for name, value, unit in figures]
     return {"claims": claims, "request": asdict(request), "device": device.title, "reply": asdict(reply)}

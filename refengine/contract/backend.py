@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from backends.base import DECODE, PROMPT, Backend, Norms, Sizes, Stream, backend_class
+from kernels_numba.fp8 import row_words
 from kernels_numba.rope_store import rope_table
-from kernels_numba.streams import BASE, PTOK, TABLE
+from kernels_numba.streams import BASE, K_EXP_PLANE, K_PLANE, PAGE_WORDS, PTOK, TABLE, V_EXP_PLANE, V_PLANE
 from refengine.contract.attention import length_for
 from refengine.contract.entries.layout import THREADS, locate_kernel
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs
 from refengine.contract.gates import EXACT, REPEATS, launched, this_device
-from refengine.contract.workbench import NAN, Array, Poison, Workbench, drawn, drawn_bf16
+from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench, drawn, drawn_bf16
 from refengine.device import Device
-from refengine.verify import bounds
+from refengine.verify import bounds, fp8_oracle
 from refengine.verify.attention_bits import EPS, ROPE_DIMS, THETA, Heads
 from refengine.verify.attention_oracle import attend
 
@@ -41,17 +42,19 @@ class BackendCase:
     phase: str
     ptok: int
     streams: tuple[tuple[int, int], ...]
+    kv: str = "bf16"
 
     @property
     def sizes(self) -> Sizes:
         """What the backend is built for: some positions stay unused."""
         context = max(rows + committed for rows, committed in self.streams) + 5
         rows = max(rows for rows, _ in self.streams) if self.phase == DECODE else 1
-        return Sizes(context, len(self.streams), self.ptok, rows, SPARE_PAGES, SHUFFLE)
+        return Sizes(context, len(self.streams), self.ptok, rows, SPARE_PAGES, SHUFFLE, self.kv)
 
     def __str__(self) -> str:
         rows, committed = (",".join(map(str, part)) for part in zip(*self.streams, strict=True))
-        return f"{self.phase} {self.geometry} P={self.ptok} W={rows} p0={committed}"
+        kv = f" {self.kv}" if self.kv != "bf16" else ""
+        return f"{self.phase} {self.geometry} P={self.ptok}{kv} W={rows} p0={committed}"
 
 
 class BackendEntry(Entry):
@@ -60,7 +63,7 @@ class BackendEntry(Entry):
     kernels = ()
     modules = ()
     axes = {
-        "out": ("row", "head", "dim"), "q": ("row", "head", "dim"), "cache": ("K or V", "position", "head", "word"),
+        "out": ("row", "head", "dim"), "q": ("row", "head", "dim"), "cache": ("K or V", "position", "head", "dim"),
     }  # fmt: skip
 
     def __init__(self, backend: str):
@@ -71,10 +74,11 @@ class BackendEntry(Entry):
         geometry, streams = (REAL, ((1, 0), (17, 48), (16, 511))) if full else (SMALL, ((3, 130),))
         out = [BackendCase(geometry, phase, size, (s,)) for phase, size, s in product((PROMPT, DECODE), sizes, streams)]
         several = ((9, 50), (1, 0), (4, 260))
-        return out + [BackendCase(SMALL, phase, size, several) for phase, size in product((PROMPT, DECODE), (48, 256))]
+        out += [BackendCase(SMALL, phase, size, several) for phase, size in product((PROMPT, DECODE), (48, 256))]
+        return out + [BackendCase(SMALL, phase, 48, several, "fp8") for phase in (PROMPT, DECODE)]
 
     def control_cases(self) -> Sequence[BackendCase]:
-        return [BackendCase(SMALL, PROMPT, 48, ((9, 530),)), BackendCase(SMALL, DECODE, 48, ((2, 530),))]
+        return [BackendCase(SMALL, phase, 48, ((rows, 530),) * 2) for phase, rows in ((PROMPT, 9), (DECODE, 2))]
 
     def controls(self) -> Sequence[Control]:
         out = [
@@ -102,7 +106,7 @@ class BackendEntry(Entry):
         places = [
             cells(backend, s, s.committed + rows, device) for s, (rows, _) in zip(streams, case.streams, strict=True)
         ]
-        bench.watch("arena", backend.arena.words, may_write(case, backend, places))
+        bench.watch("arena", backend.arena.words.view(np.uint8), may_write(case, backend, places))
         bench.watch("pages", backend.pages, np.zeros(backend.pages.shape, bool))
         norms, rope = norms_and_rope(case, device)
         rows = np.concatenate([data[c : c + r] for data, (r, c) in zip(inputs["rows"], case.streams, strict=True)])
@@ -110,12 +114,12 @@ class BackendEntry(Entry):
         bench.result("q", q)
         bench.result("out", backend.attend(0, q, batch))
         backend.finish(batch)
-        words = device.get(backend.arena.words)
-        bench.result("cache", np.concatenate([words[place] for place in places], axis=1))
+        memory = device.get(backend.arena.words).view(np.uint8)
+        bench.result("cache", np.concatenate([as_read(memory, place) for place in places], axis=1))
 
     def exact(self, case: BackendCase, inputs: Inputs) -> Bounds:
         window = on_window(case, inputs["seed"])
-        cache_rows = window["cache"].view(window["q"].dtype)  # [K or V, positions of all streams, HK, D]
+        cache_rows = window["cache"]  # bf16 [K or V, positions of all streams, HK, D]
         value, limit = np.empty(window["q"].shape), np.empty(window["q"].shape)
         row = position = 0
         for rows, committed in case.streams:
@@ -167,28 +171,54 @@ def commit(case: BackendCase, inputs: Inputs, backend: Backend, streams: list[St
         backend.finish(batch)
 
 
-def cells(backend: Backend, stream: Stream, positions: int, device: Device) -> Array:
-    """int64 [K or V, positions, HK, D/2]: the arena words of a stream's positions, asked of the backend's address function."""
-    row, shape = backend.stream_row(stream, 0, 0), backend.shape
+@dataclass(frozen=True)
+class Cells:
+    """Where a stream's positions lie. rows: int64 [K or V, positions, HK, row bytes], exponents: int64 [K or V, positions, HK]
+    of an fp8 cache, else None; arena bytes."""
+
+    rows: Array
+    exponents: Array | None
+
+    def of(self, first: int, last: int) -> Iterator[Array]:
+        """Every byte of positions first .. last - 1."""
+        yield self.rows[:, first:last]
+        if self.exponents is not None:
+            yield self.exponents[:, first:last]
+
+
+def cells(backend: Backend, stream: Stream, positions: int, device: Device) -> Cells:
+    """The places of a stream's positions, asked of the backend's address function."""
+    row = backend.layer_tables(np.array([backend.stream_row(stream, 0, 0)], np.int64))[0, 0]
     found = device.put(np.zeros((positions, 2), np.int64))
     locate_kernel.at(layout=backend.layout)[1, THREADS](
-        found, device.put(np.arange(positions)), backend.pages, row[BASE], row[TABLE], row[PTOK], backend.page_words
+        found, device.put(np.arange(positions)), backend.pages, *(int(row[n]) for n in (BASE, TABLE, PTOK, PAGE_WORDS))
     )
-    start, slot = device.get(found).T[:, :, None, None]
-    head, word = np.arange(shape.kv_heads)[:, None], np.arange(shape.head_dim // 2)
-    plane = np.array(backend.planes(0))[:, None, None, None]
-    return start + plane + (head * row[PTOK] + slot) * (shape.head_dim // 2) + word
+    start, slot = device.get(found).T[:, None, :, None]
+    in_plane = np.arange(backend.shape.kv_heads) * row[PTOK] + slot
+    row_bytes = 4 * row_words(backend.shape.head_dim, backend.sizes.kv)
+    planes, exponents = (row[list(names)][:, None, None] for names in ((K_PLANE, V_PLANE), (K_EXP_PLANE, V_EXP_PLANE)))
+    rows = (4 * (start + planes) + in_plane * row_bytes)[..., None] + np.arange(row_bytes)
+    return Cells(rows, 4 * (start + exponents) + in_plane if backend.sizes.kv == "fp8" else None)
 
 
-def may_write(case: BackendCase, backend: Backend, places: list[Array]) -> Array:
-    """bool [words]: the new positions' rows; in a decode pass their rows of the window record, too."""
-    out = np.zeros(backend.arena.words.shape, bool)
-    for place, (_, committed) in zip(places, case.streams, strict=True):
-        out[place[:, committed:]] = True
+def as_read(memory: Array, place: Cells) -> Array:
+    """bf16 [K or V, positions, HK, D]: what an attention kernel reads there. memory: the arena as uint8."""
+    rows = np.ascontiguousarray(memory[place.rows])
+    if place.exponents is None:
+        return rows.view(BF16)
+    return fp8_oracle.widened(rows, memory[place.exponents].view(np.int8))
+
+
+def may_write(case: BackendCase, backend: Backend, places: list[Cells]) -> Array:
+    """bool [bytes]: the new positions' rows; in a decode pass their rows of the window record, too."""
+    out = np.zeros(4 * backend.arena.words.size, bool)
+    for place, (rows, committed) in zip(places, case.streams, strict=True):
+        for at in place.of(committed, committed + rows):
+            out[at] = True
     if case.phase == DECODE:
-        row_words = backend.shape.kv_heads * backend.shape.head_dim // 2
-        record = backend.arena.starts["records"] + np.arange(2 * backend.arena.rows * row_words)
-        out[record.reshape(2, backend.arena.rows, row_words)[:, : sum(rows for rows, _ in case.streams)]] = True
+        row_bytes = 2 * backend.shape.kv_heads * backend.shape.head_dim
+        record = 4 * backend.arena.starts["records"] + np.arange(2 * backend.arena.rows * row_bytes)
+        out[record.reshape(2, backend.arena.rows, row_bytes)[:, : sum(rows for rows, _ in case.streams)]] = True
     return out
 
 
@@ -207,7 +237,7 @@ def planting(fault: Fault) -> Callable[[Inputs], None]:
 def change_row(backend: Backend, streams: list[Stream]) -> None:
     """One element of the first stream's position 31."""
     device = this_device("cpu" if backend.xp is np else "cuda")
-    word = int(cells(backend, streams[0], 32, device)[0, 31, 0, 7])
+    word = int(cells(backend, streams[0], 32, device).rows[0, 31, 0, 28]) // 4
     backend.arena.words[word : word + 1] += np.uint32(1)
 
 

@@ -1,44 +1,26 @@
-"""A reply as it is generated: its tokens one by one, up to an end token."""
+"""A reply as it is generated: its tokens one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
-from refengine.serve.passes import Session
-from refengine.serve.sampling import Sampling, draw
+from refengine.serve.passes import Pass, Session
 
 
 class NoToken(Exception):
     """A row of logits from which nothing can be chosen: NaN, all of them."""
 
 
-@dataclass(eq=False)
-class SampledSession(Session):
-    """A session of one prompt, whose tokens are drawn as ``sampling`` says."""
+def tokens_of(session: Session, tokens: int, passed: Callable[[Pass], None] = lambda _: None) -> Iterator[int]:
+    """The reply to the session's one prompt, at most ``tokens`` ids; one of the session's ``stop`` is the last.
 
-    sampling: Sampling = Sampling()
-
-    def greedy(self, logits: Any) -> list[int]:
-        position = len(self.prompts[0]) + len(self.replies[0])
-        return draw(logits, [self.sampling], [position], self.device)
-
-
-def tokens_of(
-    session: Session, tokens: int, end: Collection[int] = (), ticked: Callable[[], None] = lambda: None
-) -> Iterator[int]:
-    """The reply to the session's one prompt, at most ``tokens`` ids; one of ``end`` is the last.
-
-    ticked: called after each pass. Raises NoToken where a token cannot be chosen.
+    passed: called with each pass, before its tokens. Raises NoToken where a token cannot be chosen.
     """
     given = 0
-    for _ in session.run(tokens):
-        ticked()
+    for one in session.run(tokens):
+        passed(one)
         for token in session.replies[0][given:]:
-            if token < 0:
-                raise NoToken(f"token {given + 1}: every logit is NaN")
             given += 1
+            if token < 0:
+                raise NoToken(f"token {given}: every logit is NaN")
             yield token
-            if token in end:
-                return

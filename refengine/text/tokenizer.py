@@ -77,7 +77,7 @@ def open_tokenizer(folder: Path, vocabulary: int) -> TokenizerText:
     Raises UserError when the library is missing, the file cannot be read, or it has ids that the model has not.
     """
     path = folder / TOKENIZER
-    library = extra("tokenizers", f"{path}: needs it")
+    library = extra("tokenizers", str(path))
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as problem:  # the library raises nothing narrower
