@@ -33,11 +33,12 @@ def own_words(model: Qwen35, device: Device, lengths: Sequence[int], seed: int) 
 
 
 def written(follower: Sequence[int], length: int, rng: np.random.Generator) -> list[int]:
-    """Runs of RUN tokens, each from a random one on, or shorter where a follower of a token is not known."""
-    tokens: list[int] = []
-    while len(tokens) < length:
+    """Runs of RUN tokens, each from a random one on, or shorter where a token's follower is not known; it ends with its own
+    beginning, so what follows stands in it."""
+    again, tokens = min(RUN // 2, length // 3), list[int]()
+    while len(tokens) < length - again:
         token, end = int(rng.integers(len(follower))), len(tokens) + RUN
         while token < len(follower) and len(tokens) < end:
             tokens.append(token)
             token = follower[token]
-    return tokens[:length]
+    return tokens[: length - again] + tokens[:again]

@@ -58,12 +58,13 @@ def rows_of(one: Pass, number: int) -> list[np.ndarray]:
 def difference(found: Transcript, wanted: Transcript) -> str | None:
     """Where two transcripts part: the first row and token, both values in hex; None when all their bits are equal."""
     for name, a, b in (("prompt pass", found.prompt, wanted.prompt), ("decode row", found.decode, wanted.decode)):
-        if len(a) != len(b):
-            return f"{len(a)} {name}s against {len(b)}"
-        where = np.argwhere(a.view(np.uint32) != b.view(np.uint32))
+        rows = min(len(a), len(b))
+        where = np.argwhere(a[:rows].view(np.uint32) != b[:rows].view(np.uint32))
         if len(where):
             row, token = (int(i) for i in where[0])
             return f"{name} {row + 1}, token {token}: {hexed(a[row, token])} against {hexed(b[row, token])}"
+        if len(a) != len(b):
+            return f"{len(a)} {name}s against {len(b)}"
     return None if found.tokens == wanted.tokens else f"tokens {found.tokens} against {wanted.tokens}"
 
 
