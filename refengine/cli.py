@@ -100,6 +100,46 @@ def compare(
 
 
 @app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A registry name (`refengine models`) or a checkpoint folder.")],
+    prompt: Annotated[str, typer.Option(help="The prompt, or @FILE.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's turn: put it into the checkpoint's chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="What the conversation starts with, or @FILE; with --chat.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    backend: Annotated[str, typer.Option(help="The form of cache, by name.")] = "paged",
+    page_size: Annotated[
+        int | None, typer.Option(help="Positions a page, where the backend lets one choose. [default: 256]")
+    ] = None,
+    kv: Annotated[str, typer.Option(help="What cache rows are made of: bf16 or fp8.")] = "bf16",
+    drafts: Annotated[
+        str, typer.Option(help="Who guesses tokens ahead: none, ngram, mtp or both. The reply is the same.")
+    ] = "none",
+    device: DeviceName = "auto",
+    json: Json = None,
+) -> None:
+    """Text in, text out: stream a model's reply to stdout. Greedy, unless --temperature says otherwise.
+
+    A registry name has generated weights, whose text is noise; its tokens are bytes.
+
+    Example: `refengine generate qwen3.5-tiny --prompt @docs/prompt.txt --tokens 32`
+    """
+    from refengine.commands.generate import Request, run
+    from refengine.serve.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    request = Request(model, prompt, chat, system, tokens, sampling, backend, page_size, kv, drafts, device)
+    raise typer.Exit(run(request, json))
+
+
+@app.command()
 def models(
     name: Annotated[str | None, typer.Argument(help="Show this entry in full.")] = None,
     check: Annotated[

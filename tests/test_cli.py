@@ -189,7 +189,9 @@ def test_closed_pipe_leaves_quietly():
     assert done.returncode != 0 and done.stderr == b""
 
 
-@pytest.mark.parametrize("command", [(), ("compare",), ("models",), ("inspect",), ("contract",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [(), ("compare",), ("generate",), ("models",), ("inspect",), ("contract",)], ids=" ".join
+)
 def test_help_has_an_example(refengine, command):
     """Every help page shows a call that is one: its options exist."""
     status, out, _ = refengine(*command, "--help")

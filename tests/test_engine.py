@@ -35,7 +35,7 @@ def run(model: Qwen35, made, prompts, rows: int) -> tuple[list[list[np.ndarray]]
     """Each stream's logits, of the last prompt row and of every decode step, and its reply."""
     session = Session(model, made, DEVICE, prompts, rows)
     passes = list(session.run(TOKENS))
-    last = [[p for p in passes if p.phase == PROMPT and p.stream == n][-1].logits[-1] for n in range(len(prompts))]
+    last = [[p for p in passes if p.phase == PROMPT and p.streams == (n,)][-1].logits[-1] for n in range(len(prompts))]
     steps = [p for p in passes if p.phase != PROMPT]
     logits = [[last[n], *(step.logits[n] for step in steps)] for n in range(len(prompts))]
     for stream in session.streams:

@@ -14,7 +14,7 @@ ALLOWED = {
     "backends": {"backends", "kernels_numba"},
     "refengine": {"refengine", "backends", "kernels_numba"},
 }
-INSIDE = ["cli", "commands", "verify", "serve", "model", "checkpoint", "registry"]
+INSIDE = ["cli", "commands", "verify", "serve", "text", "model", "checkpoint", "registry"]
 """The parts of refengine from the command line down: a part imports those below it."""
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
@@ -17,13 +16,14 @@ from backends.base import Backend, Sizes, backend_class, backend_names
 from backends.stream import ATTENTION, TILES
 from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
-from refengine.checkpoint import Checkpoint, load_weights, open_cached, open_checkpoint, spec_of_folder
+from refengine.checkpoint import load_weights
+from refengine.commands.inputs import find_model, given_bytes, machine_gib
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
 from refengine.model import Qwen35, cache_shape, check_dims
-from refengine.registry import ModelSpec, load_model
+from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores
 from refengine.serve.side_by_side import run_all as side_by_side
 from refengine.verify.compare import Arm, run_arm, verdict
@@ -61,7 +61,7 @@ def run(request: Request, json: Path | None) -> int:
     check(request)
     check_report(json)
     device = open_device(request.device)
-    spec, checkpoint = find_model(request)
+    spec, _, checkpoint = find_model(request.model, request.seed)
     check_dims(spec)
     prompt = prompt_of(request, spec)
     context = room(request, len(prompt), spec)
@@ -115,16 +115,6 @@ def check_backends(names: Sequence[str]) -> None:
             raise UserError(f"--backends {name}: named twice; nothing is proved by comparing it with itself")
 
 
-def find_model(request: Request) -> tuple[ModelSpec, Callable[[], Checkpoint]]:
-    """The layout, and the checkpoint when it is wanted: a registry name gets a synthetic one, made once."""
-    folder = Path(request.model)
-    if folder.is_dir():
-        spec = spec_of_folder(folder)
-        return spec, lambda: open_checkpoint(folder, spec)
-    spec = load_model(request.model)
-    return spec, lambda: open_cached(spec, request.seed)
-
-
 def prompt_of(request: Request, spec: ModelSpec) -> list[int]:
     """The prompt's token ids: bytes of --prompt, or random ones."""
     wanted = request.prompt_tokens
@@ -133,24 +123,12 @@ def prompt_of(request: Request, spec: ModelSpec) -> list[int]:
         if count > spec.max_positions:
             raise UserError(f"--prompt-tokens {count}: {spec.name} has {spec.max_positions} positions; ask for fewer")
         return np.random.default_rng(request.seed).integers(0, min(256, spec.vocabulary), count).tolist()
-    ids = list(prompt_bytes(request.prompt))
+    ids = list(given_bytes("--prompt", request.prompt))
     if not ids:
         raise UserError("--prompt: is empty; give at least one character")
     if wanted is not None and wanted > len(ids):
         raise UserError(f"--prompt-tokens {wanted}: the prompt has {len(ids)} tokens; ask for at most that many")
     return ids[:wanted]
-
-
-def prompt_bytes(prompt: str) -> bytes:
-    """The text, or the file's content after @."""
-    if not prompt.startswith("@"):
-        if os.path.isfile(prompt):
-            raise UserError(f"--prompt {prompt}: names a file; write @{prompt} to read it")
-        return os.fsencode(prompt)
-    try:
-        return Path(prompt[1:]).read_bytes()
-    except OSError as problem:
-        raise UserError(f"--prompt {prompt}: {problem.strerror}; name a file that can be read") from problem
 
 
 def rotated(prompt: list[int], streams: int) -> list[list[int]]:
@@ -202,11 +180,6 @@ def check_memory(name: str, gib: float, request: Request, context: int, device: 
         raise UserError(
             f"{flag} {limit:.4g} GiB: {name} takes {gib:.4f} GiB for {request.parallel} x {context} positions; {FEWER}"
         )
-
-
-def machine_gib() -> float:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def run_all(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels_numba.sampling import sample
+from kernels_numba.sampling import argmax, sample
 from refengine.device import Device
 from refengine.errors import UserError
 
@@ -39,6 +39,9 @@ class Sampling:
             if is_wrong:
                 name = f"--{key.replace('_', '-')}" if flags else key
                 raise UserError(f"{name} {getattr(self, key)!r}: use {wanted}")
+
+
+GREEDY = Sampling()
 
 
 def not_from(value: Any, low: float, high: float) -> bool:
@@ -77,4 +80,13 @@ def draw(logits: Any, samplings: Sequence[Sampling], positions: Sequence[int], d
     """A token for each row. logits: float32 [rows, vocabulary], on the device; samplings, positions: one a row."""
     ids = device.xp.empty(logits.shape[0], dtype=np.int32)
     sample(ids, logits, *sampling_rows(samplings, positions, device))
+    return [int(i) for i in device.get(ids)]
+
+
+def choose(logits: Any, samplings: Sequence[Sampling], positions: Sequence[int], device: Device) -> list[int]:
+    """As ``draw``; where every row is greedy the largest logit of each, ties to the lower id, without a draw."""
+    if any(sampling.temperature for sampling in samplings):
+        return draw(logits, samplings, positions, device)
+    ids = device.xp.empty(logits.shape[0], dtype=np.int32)
+    argmax(ids, logits)
     return [int(i) for i in device.get(ids)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.base import DECODE, PROMPT, Backend
+from backends.base import PROMPT, Backend
 from refengine.device import Device
 from refengine.model import Qwen35
 from refengine.serve.passes import Pass, Session
@@ -90,13 +90,10 @@ def run_arm(
 
 
 def in_stream_order(passes: Sequence[Pass], streams: int) -> Iterator[np.ndarray]:
-    """The last row of every prompt pass and the row of every decode step, by stream number."""
+    """The last row of every prompt pass and the rows of every decode pass, by stream number."""
     for number in range(streams):
         for one in passes:
-            if one.phase == DECODE:
-                yield one.logits[number]
-            elif one.stream == number:
-                yield one.logits[-1]
+            yield from (row for owner, row in zip(one.streams, one.logits) if owner == number)
 
 
 def first_difference(a: Arm, b: Arm) -> str | None:
