@@ -140,6 +140,41 @@ def generate(
 
 
 @app.command()
+def equal(
+    model: Annotated[
+        str, typer.Argument(help="A registry name (`refengine models`) or a checkpoint folder.")
+    ] = "qwen3.5-tiny",
+    kv: Annotated[str, typer.Option(help="What cache rows are made of: bf16 or fp8.")] = "bf16",
+    streams: Annotated[str, typer.Option(help="How many at once; every number is run.")] = "1,2,4,8",
+    page_sizes: Annotated[
+        str, typer.Option(help="Positions a page; every size is run, 256 also as paged-p256.")
+    ] = "48,256",
+    tokens: Annotated[int, typer.Option(help="Tokens to generate of each stream.")] = 8,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(help="Tokens of the longest prompt, at most 4096; the others have a third, a fifth, and so on."),
+    ] = 272,
+    prompt_rows: Annotated[str, typer.Option(help="Rows a prompt pass, of equality 5a.")] = "17,100",
+    attention: Annotated[str, typer.Option(help="Attention kernels: tiles, scalar-batch or scalar-decode.")] = "tiles",
+    only: Annotated[str | None, typer.Option(help="One equality: 1, 2, 4 or 5a. Default: all.")] = None,
+    device: DeviceName = "auto",
+    json: Json = None,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts, page order and draws.")] = 0,
+) -> None:
+    """Run the serving equalities, bit for bit: 1 paged == window, 2 together == alone, 4 drafted == plain, 5a chunked == one
+    pass.
+
+    Ends `EQUALITIES n held, m failed, k unchecked`; a check that was not put to the test is unchecked.
+
+    Example: `refengine equal qwen3.5-tiny --kv bf16 --streams 1,2 --page-sizes 48`
+    """
+    from refengine.commands.equal import Request, run
+
+    request = Request(model, kv, attention, streams, page_sizes, tokens, prompt_tokens, prompt_rows, only, device, seed)
+    raise typer.Exit(run(request, json))
+
+
+@app.command()
 def models(
     name: Annotated[str | None, typer.Argument(help="Show this entry in full.")] = None,
     check: Annotated[

@@ -95,7 +95,8 @@ class Session:
             yield self.step(DECODE, {n: self.window(n, tokens) for n in unfinished}, tap)
 
     def goes_on(self, reply: Sequence[int], tokens: int) -> bool:
-        return len(reply) < tokens and reply[-1] not in self.stop
+        """Whether a reply takes more tokens; one whose last logits were all NaN, so that its token is -1, does not."""
+        return len(reply) < tokens and reply[-1] >= 0 and reply[-1] not in self.stop
 
     # --- What a stream puts into a pass ---------------------------------------------------------------------------------
 

@@ -1,0 +1,217 @@
+"""``refengine equal``: read the request, run the serving equalities, show what held. Spec serving §5."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from backends.stream import ATTENTION
+from kernels_numba.fp8 import KV_TYPES
+from kernels_numba.machine import KernelError, SetupError
+from refengine.checkpoint import Checkpoint, ModelWeights, load_mtp, load_weights
+from refengine.commands.inputs import find_model
+from refengine.commands.names import known_name
+from refengine.commands.report import check_report, progress_bar, show, write_report
+from refengine.device import Device, open_device
+from refengine.errors import UserError
+from refengine.model import MtpHead, Qwen35, check_dims
+from refengine.registry import ModelSpec
+from refengine.serve.side_by_side import cores, run_all
+from refengine.verify.equalities import FAILED, HELD, TITLES, UNCHECKED, WINDOW_ROWS, Check, count, drafters, verdict
+from refengine.verify.equality_runs import Engine, Job, Key, Plan, checks, jobs
+from refengine.verify.own_words import MOST_WORDS, own_words
+from refengine.verify.predictable import predictable
+
+MOST_PROMPT_TOKENS = 4096
+"""Rows of a prompt pass, at most: equality 5a needs every prompt in one."""
+MOST_STREAMS = 64
+QUIET = 2.0**-4
+"""What is left of the branches of generated weights in equality 4, so that drafts of every kind are accepted."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The equalities as the command line asks for them. only: the number of one, all of them where it is None."""
+
+    model: str
+    kv: str
+    attention: str
+    streams: str
+    page_sizes: str
+    tokens: int
+    prompt_tokens: int
+    prompt_rows: str
+    only: str | None
+    device: str
+    seed: int
+
+
+def run(request: Request, json: Path | None) -> int:
+    """Run the equalities; the exit status: 0 all held, 1 otherwise. Raises UserError for a request that makes no sense."""
+    plan = plan_of(request)
+    check_report(json)
+    device = open_device(request.device)
+    spec, folder, checkpoint = find_model(request.model, request.seed)
+    check_room(request, spec)
+    check_dims(spec)
+    try:
+        found, caption = results(request, plan, spec, checkpoint(), folder is None, device)
+    except SetupError:
+        raise
+    except KernelError as stopped:
+        print(f"UNCHECKED a kernel was stopped: {stopped}")
+        print("EQUALITIES 0 held, 0 failed, 1 unchecked")
+        return 1
+    line, well = verdict(found)
+    show(table(found, caption))
+    for one in found:
+        if one.outcome != HELD:
+            print(one)
+    if json is not None:
+        body = {"request": asdict(request), "device": device.title, "verdict": line}
+        write_report(json, {"claims": claims(found), **body, "checks": [summary(one) for one in found]})
+    print(line)
+    return 0 if well else 1
+
+
+# --- The request ------------------------------------------------------------------------------------------------------
+
+
+def plan_of(request: Request) -> Plan:
+    """What is asked for. Raises UserError for what makes no sense."""
+    known_name("--kv", request.kv, KV_TYPES)
+    known_name("--attention", request.attention, ATTENTION)
+    equalities = tuple(TITLES) if request.only is None else (known_name("--only", request.only, tuple(TITLES)),)
+    counts = tuple(sorted(numbers("--streams", request.streams, MOST_STREAMS)))
+    for flag, value, least in (("--tokens", request.tokens, 2), ("--seed", request.seed, 0)):
+        if value < least:
+            raise UserError(f"{flag} {value}: at least {least}")
+    if not 1 <= request.prompt_tokens <= MOST_PROMPT_TOKENS:
+        raise UserError(f"--prompt-tokens {request.prompt_tokens}: 1 to {MOST_PROMPT_TOKENS}")
+    if equalities == ("2",) and counts[-1] < 2:
+        raise UserError(f"--streams {request.streams}: equality 2 takes 2 or more streams")
+    chunks = numbers("--prompt-rows", request.prompt_rows, MOST_PROMPT_TOKENS)
+    pages = numbers("--page-sizes", request.page_sizes, 1 << 20)
+    return Plan(equalities, counts, pages, request.tokens, chunks, request.kv, request.attention, request.seed)
+
+
+def numbers(flag: str, value: str, most: int) -> tuple[int, ...]:
+    """The numbers of a list with commas. Raises UserError for what is none, too small or large, or stands twice."""
+    found: list[int] = []
+    for part in (part.strip() for part in value.split(",")):
+        if not (part.isascii() and part.isdigit() and 1 <= int(part) <= most):
+            raise UserError(
+                f"{flag} {value}: {part or repr(part)}: whole numbers from 1 to {most}, commas between them"
+            )
+        if int(part) in found:
+            raise UserError(f"{flag} {value}: {part} stands twice; name it once")
+        found.append(int(part))
+    return tuple(found)
+
+
+def check_room(request: Request, spec: ModelSpec) -> None:
+    """Refuse what is longer than the model."""
+    if (most := context(request)) > spec.max_positions:
+        raise UserError(
+            f"--prompt-tokens {request.prompt_tokens}: with --tokens and drafts {most} positions, {spec.name} has "
+            f"{spec.max_positions}; ask for fewer"
+        )
+
+
+def context(request: Request) -> int:
+    """Positions of the longest stream."""
+    return request.prompt_tokens + request.tokens + WINDOW_ROWS
+
+
+# --- The runs ---------------------------------------------------------------------------------------------------------
+
+
+def results(
+    request: Request, plan: Plan, spec: ModelSpec, checkpoint: Checkpoint, generated: bool, device: Device
+) -> tuple[list[Check], str]:
+    """Every check, and what there is to say of the weights. generated: the weights are, so that equality 4 may quiet them."""
+    weights, engine, drafting = load_weights(checkpoint, spec), None, None
+    caption = "weights as they are"
+    if set(plan.equalities) - {"4"}:
+        engine = Engine(model_of(spec, weights, request, device), None, device, random_prompts(request, plan, spec))
+    if "4" in plan.equalities:
+        if generated:
+            weights, caption = (
+                predictable(weights),
+                "equality 4: generated weights with quieter branches, easier to draft",
+            )
+        drafting = drafting_engine(request, plan, spec, weights, checkpoint, device)
+    found = run_jobs(jobs(plan, engine, drafting), device)
+    return list(checks(plan, found, list(drafters(bool(spec.mtp_layers))))), caption
+
+
+def model_of(spec: ModelSpec, weights: ModelWeights, request: Request, device: Device) -> Qwen35:
+    """The model, its rotary table as long as anything that is run."""
+    return Qwen35(spec, weights, device, max(context(request), MOST_WORDS))
+
+
+def drafting_engine(
+    request: Request, plan: Plan, spec: ModelSpec, weights: ModelWeights, checkpoint: Checkpoint, device: Device
+) -> Engine:
+    """The engine of equality 4: with the MTP head, and prompts in the model's own words, so that n-grams find something."""
+    model = model_of(spec, weights, request, device)
+    head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if spec.mtp_layers else None
+    return Engine(model, head, device, own_words(model, device, lengths(request, plan), request.seed))
+
+
+def lengths(request: Request, plan: Plan) -> list[int]:
+    """Tokens of each stream's prompt: the first is the longest, no two of the first ones alike."""
+    return [max(1, request.prompt_tokens // (2 * n + 1)) for n in range(plan.counts[-1])]
+
+
+def random_prompts(request: Request, plan: Plan, spec: ModelSpec) -> list[list[int]]:
+    """A prompt of random tokens for each stream."""
+    rng = np.random.default_rng(request.seed)
+    return [rng.integers(0, min(256, spec.vocabulary), n).tolist() for n in lengths(request, plan)]
+
+
+def run_jobs(planned: Mapping[Key, tuple[int, Job]], device: Device) -> dict[Key, Any]:
+    """The result of every run, with a progress bar; on the CPU machine side by side, as many as there are cores."""
+    todo: Sequence[Callable[..., Any]] = [job for _, job in planned.values()]
+    with progress_bar() as bar:
+        task = bar.add_task("equalities", total=sum(steps for steps, _ in planned.values()))
+        found: list[Any] = run_all(todo, lambda _: bar.advance(task), cores() if device.name == "cpu" else 1)
+    return dict(zip(planned, found))
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def table(found: Sequence[Check], caption: str) -> Table:
+    """A row for each equality, form of cache and kind of run."""
+    shown = Table("equality", "cache", "run", "streams", HELD, FAILED, UNCHECKED, "drafts accepted", caption=caption)
+    for column in shown.columns[4:]:
+        column.justify = "right"
+    rows: dict[tuple[str, str, str], list[Check]] = defaultdict(list)
+    for one in found:
+        rows[one.equality, one.form, one.what].append(one)
+    for (equality, form, what), group in rows.items():
+        counts = [str(count(group, outcome)) for outcome in (HELD, FAILED, UNCHECKED)]
+        streams, drafts = ", ".join(str(one.streams) for one in group), sum(one.drafts for one in group)
+        shown.add_row(f"{equality} {TITLES[equality]}", form, what, streams, *counts, str(drafts or ""))
+    return shown
+
+
+def summary(one: Check) -> dict[str, Any]:
+    """A check for the JSON report; the hashes are of each stream's logits rows and tokens."""
+    hashes = [{"logits": logits, "tokens": tokens} for logits, tokens in one.hashes]
+    return {**asdict(one), "hashes": hashes}
+
+
+def claims(found: Sequence[Check]) -> list[dict[str, Any]]:
+    """Figures that can be quoted."""
+    return [
+        {"name": f"equal/{name}", "value": count(found, name), "unit": "equalities"}
+        for name in (HELD, FAILED, UNCHECKED)
+    ]
