@@ -56,9 +56,14 @@ def sample(
 
     Top-k keeps the k largest logits and those equal to the k-th. Of these, top-p keeps the fewest of the largest whose
     probability reaches p, one at least, and those equal to the last of them. NaN and -inf are never drawn; a row that
-    draws and has nothing else gives -1. Tokens at +inf leave no chance to others, and have equal ones.
+    draws and has nothing else gives -1. Tokens at +inf leave no chance to others, and have equal ones. Raises ValueError
+    unless there is one of each parameter for every row.
     """
     parameters = seeds, positions, temperatures, top_ks, top_ps
+    if any(len(p) != logits.shape[0] for p in parameters):
+        raise ValueError(
+            f"sample: {[len(p) for p in parameters]} parameters for {logits.shape[0]} rows: one of each a row"
+        )
     sample_kernel.at()[logits.shape[0], THREADS, stream](ids, logits, *parameters)
 
 

@@ -6,15 +6,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
 
-from backends.base import Sizes, backend_class, backend_names
+from backends.base import Sizes, backend_class
+from backends.stream import SCALAR_BATCH, TILES
 from kernels_numba.machine import checked
 from kernels_numba.machine.frontend import Program
 from refengine.checkpoint import load_mtp, load_weights, make_checkpoint, open_checkpoint
@@ -23,7 +24,7 @@ from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.serve.passes import Session
 from refengine.serve.sampling import Sampling, draw
-from refengine.verify.launches import one_of_each_kind, rehearse_head
+from refengine.verify.launches import one_of_each_kind, rehearse_drafts, rehearse_head
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
 PROMPT, ROWS, TOKENS = list(range(52)), 33, 2
@@ -61,20 +62,27 @@ def observing(found: Observed) -> Iterator[None]:
         sys.setprofile(None)
 
 
-@pytest.fixture(scope="module", params=backend_names())
+FORMS = [
+    *product(("window", "paged", "paged-p256"), ("bf16",), (TILES,)), ("paged", "fp8", TILES), ("mixed", "fp8", SCALAR_BATCH)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=" ".join)
 def observed(request, tmp_path_factory) -> Observed:
     """The engine, one layer of each kind, run in checked mode: any finding is an error here."""
     folder = make_checkpoint(SPEC, tmp_path_factory.mktemp("checkpoint") / "tiny")
     device, found = open_device("cpu"), defaultdict(lambda: defaultdict(set))
-    kind, sizes = backend_class(request.param), Sizes(64, page_size=48, shuffle=0, spare_pages=1)
+    name, kv, attention = request.param
+    kind, sizes = backend_class(name), Sizes(64, 2, 48, 3, 1, 0, kv, attention)
     checkpoint = open_checkpoint(folder, SPEC)
     model = Qwen35(SPEC, load_weights(checkpoint, SPEC), device, 64)
-    session = Session(model, kind(cache_shape(SPEC), sizes), device, [PROMPT], ROWS)
+    session = Session(model, kind(cache_shape(SPEC), sizes), device, [PROMPT, PROMPT[:5]], ROWS)
     head = MtpHead(SPEC, load_mtp(checkpoint, SPEC), model, device)
     with checked(), observing(found):
         passes = list(session.run(TOKENS))
-        draw(passes[-1].logits, [Sampling(temperature=1.0, top_k=5, top_p=0.9)], [len(PROMPT) + 1], device)
-        rehearse_head(head, kind(cache_shape(SPEC, mtp=True), replace(sizes, streams=2)), 2)
+        draw(passes[-1].logits, [Sampling(temperature=1.0, top_k=5, top_p=0.9)] * 2, [len(PROMPT) + 1, 6], device)
+        rehearse_drafts(model, kind(cache_shape(SPEC), sizes), 2)
+        rehearse_head(head, kind(cache_shape(SPEC, mtp=True), sizes), 2)
     assert all(np.isfinite(p.logits).all() for p in passes)
     return found
 

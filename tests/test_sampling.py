@@ -342,3 +342,9 @@ def test_bad_parameters_are_named(one: Sampling, key: str, says: str) -> None:
     with pytest.raises(UserError) as by_flag:
         one.check(flags=True)
     assert (str(by_key.value), str(by_flag.value)) == (f"{key} {says}", f"--{key.replace('_', '-')} {says}")
+
+
+def test_rows_without_their_parameters_are_refused():
+    logits = np.zeros((2, 8), np.float32)
+    with pytest.raises(ValueError, match="parameters for 2 rows: one of each a row"):
+        draw(logits, [Sampling(temperature=1.0)], [0], open_device("cpu"))

@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from backends.base import DECODE, PROMPT, Backend, Sizes, backend_class
+from backends.stream import SCALAR_BATCH, TILES
+from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import Kernel
 from kernels_numba.machine.frontend import Program
 from kernels_numba.machine.modes import Noted, recorded
@@ -34,32 +36,55 @@ LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33
 """Prompts whose runs take every branch: a whole chunk of committed keys and a short last pass; more decode rows than a
 narrow matrix product takes."""
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
-BACKENDS = ("window", "paged", "paged-p256")
-MODELS = (("qwen3.5-tiny", None), ("qwen3.8-27b", None), ("qwen3.5-tiny", 64), ("qwen3.5-tiny", 128))
+TINY, LARGE = "qwen3.5-tiny", "qwen3.8-27b"
+MODELS = ((TINY, None), (LARGE, None), (TINY, 64), (TINY, 128))
 """(model, head_dim in place of its own): between them every kernel, the smallest and the largest heads, every head_dim."""
+FORMS = tuple((name, "bf16", TILES) for name in ("window", "paged", "paged-p256"))
+"""(backend, kv, attention) that every model is run with."""
+MORE_FORMS = (
+    *product(("window", "paged", "paged-p256"), ("fp8",), (TILES,)),
+    *product(("mixed",), KV_TYPES, (TILES,)),
+    *product(("paged", "paged-p256", "mixed"), KV_TYPES, (SCALAR_BATCH,)),
+)
+"""Those of the first model besides."""
+ELSEWHERE = (("paged", "fp8", TILES), ("paged", "bf16", SCALAR_BATCH))
+"""Those of the other models besides."""
+TREE = [-1, 0, 0]
+"""Parents of a drafted window."""
 
 
-def launches(spec: ModelSpec, backend: type[Backend]) -> list[Noted]:
-    """Every different launch of prompt passes and decode steps, the MTP head's too, in order."""
+def launches(spec: ModelSpec, backend: type[Backend], kv: str = "bf16", attention: str = TILES) -> list[Noted]:
+    """Every different launch of prompt passes, decode steps and drafted passes, the MTP head's too, in order."""
     small = one_of_each_kind(spec)
     weights = load_weights(BlankCheckpoint(small), small)
     with recorded() as recording:
         for prompts in (LONG, MANY):
-            rehearse(small, weights, backend, prompts)
+            sizes = Sizes(len(prompts[0]) + 4, len(prompts), PAGE_SIZE, len(TREE), kv=kv, attention=attention)
+            rehearse(small, weights, backend, sizes, prompts)
     return recording.launches
 
 
-def rehearse(spec: ModelSpec, weights: Any, backend: type[Backend], prompts: Sequence[Sequence[int]]) -> None:
-    """The prompts in passes and one decode step, a draw, then the same of the MTP head, if the model has one."""
-    device, context = open_device("cpu"), len(prompts[0]) + 2
-    sizes = Sizes(context, len(prompts), PAGE_SIZE)
-    model = Qwen35(spec, weights, device, context)
+def rehearse(
+    spec: ModelSpec, weights: Any, backend: type[Backend], sizes: Sizes, prompts: Sequence[Sequence[int]]
+) -> None:
+    """The prompts in passes, a decode step, drafts, a draw; then passes of the MTP head, if the model has one."""
+    device = open_device("cpu")
+    model = Qwen35(spec, weights, device, sizes.context)
     for _ in Session(model, backend(cache_shape(spec), sizes), device, prompts, PROMPT_ROWS).run(2):
         pass
+    rehearse_drafts(model, backend(cache_shape(spec), sizes), len(prompts))
     draw(np.zeros((1, spec.vocabulary), np.float32), [Sampling(temperature=1.0)], [0], device)
     if spec.mtp_layers:
         head = MtpHead(spec, load_mtp(BlankCheckpoint(spec), spec), model, device)
         rehearse_head(head, backend(cache_shape(spec, mtp=True), sizes), len(prompts))
+
+
+def rehearse_drafts(model: Qwen35, backend: Backend, streams: int) -> None:
+    """A tree of drafts of each stream, of which a branch is kept."""
+    work = [(backend.open(), len(TREE)) for _ in range(streams)]
+    batch = backend.batch(DECODE, work, [TREE] * streams)
+    model.forward(np.zeros(batch.rows, np.int32), backend, batch, np.arange(batch.rows))
+    model.finish(backend, batch, [len(TREE) - 1] * streams)
 
 
 def rehearse_head(head: MtpHead, backend: Backend, streams: int) -> None:
@@ -94,10 +119,12 @@ class LaunchName:
 
 @cache
 def engine_launches() -> dict[LaunchName, Noted]:
-    """Every different launch of MODELS through BACKENDS, by a name that is the same in every process."""
+    """Every different launch of MODELS through their forms, by a name that is the same in every process."""
     found: dict[Noted, None] = {}
-    for (model, head_dim), backend in product(MODELS, BACKENDS):
-        found.update(dict.fromkeys(launches(with_heads(load_model(model), head_dim), backend_class(backend))))
+    for number, (model, head_dim) in enumerate(MODELS):
+        spec = with_heads(load_model(model), head_dim)
+        for backend, kv, attention in (*FORMS, *(ELSEWHERE if number else MORE_FORMS)):
+            found.update(dict.fromkeys(launches(spec, backend_class(backend), kv, attention)))
     return named(found)
 
 
