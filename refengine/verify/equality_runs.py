@@ -31,7 +31,7 @@ from refengine.verify.transcripts import Progress, Together, Transcript, alone, 
 SPARE_PAGES = 5
 """Pages that no stream owns: poison among the pages that are read."""
 WINDOW = Form("window")
-SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(0.5, 20, 0.95)}
+SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(0.4, 20, 0.95)}
 
 
 @dataclass(frozen=True, eq=False)
