@@ -152,7 +152,7 @@ def equal(
     tokens: Annotated[int, typer.Option(help="Tokens to generate of each stream.")] = 8,
     prompt_tokens: Annotated[
         int,
-        typer.Option(help="Tokens of the longest prompt, at most 4096; the others have a third, a fifth, and so on."),
+        typer.Option(help="Tokens of the longest prompt, at most 4096; the others have a fifth, a ninth, and so on."),
     ] = 272,
     prompt_rows: Annotated[str, typer.Option(help="Rows a prompt pass, of equality 5a.")] = "17,100",
     attention: Annotated[str, typer.Option(help="Attention kernels: tiles, scalar-batch or scalar-decode.")] = "tiles",

@@ -190,7 +190,7 @@ def test_closed_pipe_leaves_quietly():
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("compare",), ("generate",), ("models",), ("inspect",), ("contract",)], ids=" ".join
+    "command", [(), ("compare",), ("equal",), ("generate",), ("models",), ("inspect",), ("contract",)], ids=" ".join
 )
 def test_help_has_an_example(refengine, command):
     """Every help page shows a call that is one: its options exist."""

@@ -24,7 +24,7 @@ from refengine.verify.transcripts import Transcript, difference
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
 REQUEST = equal.Request("small", "bf16", "tiles", "1,2", "16", 5, 40, "7", None, "cpu", 1)
-"""Two streams of 40 and 13 tokens over pages of 16."""
+"""Two streams of 40 and 8 tokens over pages of 16."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,18 +68,19 @@ def test_the_engine_as_it_is(capsys, tmp_path, kv):
 # --- Planted faults ---------------------------------------------------------------------------------------------------
 
 
-def test_red_1_when_two_entries_of_a_page_table_change_places(capsys, monkeypatch):
+def test_red_1_when_an_entry_of_a_page_table_names_another_page(capsys, monkeypatch):
+    """From the second decode step on."""
     enter = PagedBackend.enter
 
-    def swapped(self, stream, pages):
+    def wrong(self, stream, pages):
         enter(self, stream, pages)
-        first = stream.slot * self.columns
-        if stream.committed and len(stream.pages) > 1:
-            self.pages[[first, first + 1]] = self.pages[[first + 1, first]]
+        if stream.committed == 41:
+            first = stream.slot * self.columns
+            self.pages[first + 1] = self.pages[first]
 
-    monkeypatch.setattr(PagedBackend, "enter", swapped)
-    for line in failures(capsys, "1"):
-        assert re.search(r"paged 16, \d streams: stream \d, decode row \d, token \d+: 0x[0-9a-f]{8} against", line)
+    monkeypatch.setattr(PagedBackend, "enter", wrong)
+    words = r"paged 16, \d streams: stream 0, decode row \d, token \d+: 0x[0-9a-f]{8} against 0x[0-9a-f]{8}"
+    assert all(re.search(words, line) for line in failures(capsys, "1"))
 
 
 def test_red_2_when_a_stream_reads_another_s_pages(capsys, monkeypatch):
@@ -87,7 +88,7 @@ def test_red_2_when_a_stream_reads_another_s_pages(capsys, monkeypatch):
     address = PagedBackend.address
 
     def first_s(self, stream):
-        return address(self, stream) if stream.committed < 13 else (0, (stream.slot - stream.slot % 2) * self.columns)
+        return address(self, stream) if stream.committed < 8 else (0, (stream.slot - stream.slot % 2) * self.columns)
 
     monkeypatch.setattr(PagedBackend, "address", first_s)
     failed = failures(capsys, "2")
@@ -106,6 +107,12 @@ def test_red_2_when_a_row_depends_on_its_neighbour(capsys, monkeypatch):
 
     monkeypatch.setattr(Backend, "layer_states", neighbour)
     assert all("stream 1" in line for line in failures(capsys, "2"))
+
+
+def test_red_2_when_a_pass_takes_scalar_attention_for_all_its_rows(capsys):
+    """A stream in a window has other bits beside one on pages than alone."""
+    failed = failures(capsys, "2", attention="scalar-batch")
+    assert any("mixed 16, 2 streams: stream 0, decode row" in line for line in failed)
 
 
 def test_red_4_when_the_recurrent_states_are_not_replayed(capsys, monkeypatch):

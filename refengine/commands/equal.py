@@ -150,8 +150,8 @@ def results(
 
 
 def lengths(request: Request, plan: Plan) -> list[int]:
-    """Tokens of each stream's prompt: the first is the longest, no two of the first ones alike."""
-    return [max(1, request.prompt_tokens // (2 * n + 1)) for n in range(plan.counts[-1])]
+    """Tokens of each stream's prompt: the first is the longest."""
+    return [max(1, request.prompt_tokens // (4 * n + 1)) for n in range(plan.counts[-1])]
 
 
 def random_prompts(request: Request, plan: Plan, spec: ModelSpec) -> list[list[int]]:
