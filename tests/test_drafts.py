@@ -102,6 +102,7 @@ def test_an_n_gram_takes_the_longest_match_and_of_those_the_newest():
     drafter = NgramDrafter(longest=3, tokens=2)
     assert drafter.propose([1, 2, 3, 8, 9, 7, 3, 5, 1, 2, 3], []) == chain([8, 9])
     assert drafter.propose([3, 8, 8, 3, 5, 3], []) == chain([5, 3])
+    assert NgramDrafter(tokens=2, earlier=(5, 6, 7, 8)).propose([7, 3, 5, 6], []) == chain([7, 8])
     assert drafter.propose([1, 1, 1], []) == chain([1]) and drafter.propose([1, 2, 3], []) == Draft()
 
 

@@ -24,22 +24,24 @@ class Drafter(Protocol):
 class NgramDrafter:
     """What followed the newest earlier place whose last tokens are the stream's, as many alike as possible.
 
-    longest: tokens compared, at most. tokens: drafted, at most.
+    longest: tokens compared, at most. tokens: drafted, at most. earlier: a text to look in besides, an earlier reply's.
     """
 
     longest: int = 4
     tokens: int = 4
+    earlier: tuple[int, ...] = ()
     guesses: ClassVar[int] = 0
 
     def propose(self, tokens: Sequence[int], ranked: Sequence[int]) -> Draft:
-        places = range(len(tokens) - 1, 0, -1)
-        alike, end = max(((self.alike(tokens, place), place) for place in places), default=(0, 0))
-        return chain(tokens[end : end + self.tokens] if alike else ())
+        text = (*self.earlier, *tokens)
+        places = range(len(text) - 1, 0, -1)
+        alike, end = max(((self.alike(text, place), place) for place in places), default=(0, 0))
+        return chain(text[end : end + self.tokens] if alike else ())
 
-    def alike(self, tokens: Sequence[int], end: int) -> int:
-        """How many tokens before ``end`` are the stream's last ones."""
+    def alike(self, text: Sequence[int], end: int) -> int:
+        """How many tokens before ``end`` are those before the text's end."""
         count = 0
-        while count < min(self.longest, end) and tokens[end - 1 - count] == tokens[-1 - count]:
+        while count < min(self.longest, end) and text[end - 1 - count] == text[-1 - count]:
             count += 1
         return count
 

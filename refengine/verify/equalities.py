@@ -6,17 +6,16 @@ was not put to the test is UNCHECKED, not held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from refengine.serve.drafters import Drafter, JoinedDrafter, MtpDrafter, NgramDrafter
-from refengine.verify.transcripts import Decode, Together, Transcript, difference
+from refengine.verify.transcripts import PLAIN, Decode, Together, Transcript, difference
 
 TITLES = {"1": "paged == window", "2": "together == alone", "4": "drafted == plain", "5a": "chunked == one pass"}
 HELD, FAILED, UNCHECKED = "held", "failed", "unchecked"
 CHUNKED_TOKENS = 3
 """Tokens generated behind a prompt that was read in chunks."""
-PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -105,31 +104,40 @@ def together_is_alone(alone: Sequence[Transcript], run: Run) -> Iterator[Check]:
 
 # --- 4: drafts --------------------------------------------------------------------------------------------------------
 
-NGRAM: dict[str, Drafter] = {"n-gram chain": NgramDrafter()}
-WITH_HEAD: dict[str, Drafter] = {
-    "MTP chain": MtpDrafter(),
-    "MTP tree": MtpDrafter(3),
-    "MTP and n-gram tree": JoinedDrafter((MtpDrafter(2), NgramDrafter())),
-}
 WINDOW_ROWS = 8
 """Rows of a stream's window, at most."""
+ALTERED = 5
+"""Of an earlier reply that n-grams are looked up in, every fifth token is another: some drafts are right, and some are not."""
 
 
-def drafters(has_head: bool) -> dict[str, Drafter]:
-    """The drafters that a model can have, by name; the n-gram's is first, at the longest prompt."""
-    return NGRAM | WITH_HEAD if has_head else NGRAM
+def drafters(has_head: bool, earlier: Sequence[int] = ()) -> dict[str, Drafter]:
+    """The drafters that a model can have, by name. earlier: a reply that the n-grams come from besides the stream's tokens."""
+    ngram = NgramDrafter(earlier=altered(earlier))
+    if not has_head:
+        return {"n-gram chain": ngram}
+    joined = JoinedDrafter((MtpDrafter(2), ngram))
+    return {
+        "n-gram chain": ngram, "MTP chain": MtpDrafter(), "MTP tree": MtpDrafter(3), "MTP and n-gram tree": joined,
+    }  # fmt: skip
 
 
-def drafted_decodes(names: Sequence[str]) -> Callable[[int], list[Decode]]:
-    """For n streams: plain decode, then as many decodes as it takes until every drafter had a stream."""
-    known = drafters(True)
+def altered(tokens: Sequence[int]) -> tuple[int, ...]:
+    """The tokens, every ALTERED-th another."""
+    return tuple(token ^ (place % ALTERED == ALTERED - 1) for place, token in enumerate(tokens))
 
-    def decodes(streams: int) -> list[Decode]:
-        turns = -(-len(names) // streams)
-        takes = [tuple(known[name] for name in in_turn(names, streams, turn)) for turn in range(turns)]
-        return [Decode(PLAIN), *(Decode(f"turn {turn}", taken) for turn, taken in enumerate(takes))]
 
-    return decodes
+def turns(names: Sequence[str], streams: int) -> range:
+    """Decodes that it takes until every drafter had a stream."""
+    return range(-(-len(names) // streams))
+
+
+def drafted_decodes(names: Sequence[str], plain: Sequence[Transcript]) -> list[Decode]:
+    """Those decodes, after a plain one."""
+    choices = [drafters(True, one.tokens) for one in plain]
+    return [
+        Decode(f"turn {turn}", tuple(map(dict.__getitem__, choices, in_turn(names, len(plain), turn))))
+        for turn in turns(names, len(plain))
+    ]
 
 
 def in_turn(names: Sequence[str], streams: int, turn: int) -> list[str]:
@@ -144,7 +152,7 @@ def drafted_is_plain(form: Form, sampling: str, names: Sequence[str], found: Tog
         for name in names:
             pairs = [
                 (stream, found[streams, f"turn {turn}"][stream], plain[stream])
-                for turn in range(-(-len(names) // streams))
+                for turn in turns(names, streams)
                 for stream, taken in enumerate(in_turn(names, streams, turn))
                 if taken == name
             ]

@@ -14,7 +14,6 @@ from refengine.serve.passes import Session
 from refengine.serve.sampling import GREEDY, Sampling
 from refengine.verify.equalities import (
     CHUNKED_TOKENS,
-    PLAIN,
     WINDOW_ROWS,
     Check,
     Form,
@@ -25,13 +24,14 @@ from refengine.verify.equalities import (
     drafters,
     paged_is_window,
     together_is_alone,
+    turns,
 )
-from refengine.verify.transcripts import Decode, Progress, Together, Transcript, alone, together
+from refengine.verify.transcripts import Progress, Together, Transcript, alone, together
 
 SPARE_PAGES = 5
 """Pages that no stream owns: poison among the pages that are read."""
 WINDOW = Form("window")
-SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(0.3, 20, 0.95)}
+SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(0.4, 20, 0.95)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def jobs(plan: Plan, engine: Engine | None, drafting: Engine | None) -> dict[Key
         for form in plan.paged:
             for name, sampling in SAMPLINGS.items():
                 names = list(drafters(drafting.head is not None))
-                steps = sum(1 + len(drafted_decodes(names)(count)) for count in plan.counts)
+                steps = sum(2 + len(turns(names, count)) for count in plan.counts)
                 found["drafted", form, name] = steps, partial(drafted, plan, drafting, form, sampling, names)
     if engine is not None:
         for form in plan.forms:
@@ -137,10 +137,6 @@ def backend(plan: Plan, engine: Engine, form: Form, streams: int, window_rows: i
     return backend_class(form.backend)(cache_shape(engine.model.spec, mtp=head), sizes, engine.device.xp)
 
 
-def plain_decode(streams: int) -> list[Decode]:
-    return [Decode(PLAIN)]
-
-
 def each_alone(plan: Plan, engine: Engine, done: Progress) -> list[Transcript]:
     """Each stream by itself, in the same window one after the other, its prompt in one pass."""
     made, whole = backend(plan, engine, WINDOW, 1), len(engine.prompts[0])
@@ -152,7 +148,7 @@ def run(plan: Plan, engine: Engine, form: Form, done: Progress) -> Run:
     """The streams together, for each number of them, their prompts in one pass."""
     made = backend(plan, engine, form, plan.counts[-1])
     session = Session(engine.model, made, engine.device, engine.prompts, len(engine.prompts[0]))
-    found = together(session, plan.counts, plan.tokens, plain_decode, done)
+    found = together(session, plan.counts, plan.tokens, done)
     return Run(form, found, [list(stream.pages) for stream in session.streams])
 
 
@@ -160,7 +156,7 @@ def chunked(plan: Plan, engine: Engine, form: Form, chunk: int, done: Progress) 
     """The same with the prompts in chunks."""
     made = backend(plan, engine, form, plan.counts[-1])
     session = Session(engine.model, made, engine.device, engine.prompts, chunk)
-    return together(session, plan.counts, min(plan.tokens, CHUNKED_TOKENS), plain_decode, done)
+    return together(session, plan.counts, min(plan.tokens, CHUNKED_TOKENS), done)
 
 
 def drafted(
@@ -174,7 +170,7 @@ def drafted(
         engine.model, made, engine.device, engine.prompts, len(engine.prompts[0]), samplings,
         [most] * len(engine.prompts), engine.head,
     )  # fmt: skip
-    return together(session, plan.counts, plan.tokens, drafted_decodes(names), done)
+    return together(session, plan.counts, plan.tokens, done, partial(drafted_decodes, names))
 
 
 def seeded(sampling: Sampling, seed: int) -> Sampling:

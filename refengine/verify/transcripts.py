@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from backends.base import DECODE, PROMPT
+from refengine.model import MtpHead
 from refengine.serve.drafters import Drafter
 from refengine.serve.passes import Pass, Session
 from refengine.verify.hashes import logits_hash, token_hash
@@ -102,17 +103,18 @@ class Start:
         session.replies, session.ranked = [list(reply) for reply in self.replies], dict(self.ranked)
 
 
+PLAIN = "plain"
 Together = dict[tuple[int, str], list[Transcript]]
-"""Each stream's transcript, by how many streams there were and by the decode's name."""
+"""Each stream's transcript, by how many streams there were and by the decode's name; PLAIN is among them."""
+Drafted = Callable[[list[Transcript]], Sequence[Decode]]
+"""The decodes with drafts that follow a plain one."""
 
 
 def together(
-    session: Session, counts: Sequence[int], tokens: int, decodes: Callable[[int], Sequence[Decode]], done: Progress
+    session: Session, counts: Sequence[int], tokens: int, done: Progress, drafted: Drafted = lambda plain: ()
 ) -> Together:
-    """Decodes of the first n streams together, for each n of ``counts``, ascending; the next streams join then.
-
-    Streams that join together read their prompts together, for the drafters that the session has. decodes: what to run for n
-    streams.
+    """Plain decode of the first n streams together, for each n of ``counts``, ascending, and the decodes with drafts that
+    follow; then the next streams join. Streams that join together read their prompts together, for the session's drafters.
     """
     found: Together = {}
     head, drafters, prompts = session.head, session.drafters, list[Pass]()
@@ -121,13 +123,24 @@ def together(
         prompts += session.read(count - len(session.streams), tokens)
         start = Start(session)
         done()
-        for decode in decodes(count):
-            session.drafters = decode.drafters or [None] * count
-            session.head = head if session.guesses else None
-            passes = [*prompts, *session.write(tokens)]
-            found[count, decode.name] = [transcript(n, passes, session.replies[n]) for n in range(count)]
-            start.put_back()
+        plain = found[count, PLAIN] = decoded(start, head, Decode(PLAIN), prompts, tokens)
+        done()
+        for decode in drafted(plain):
+            found[count, decode.name] = decoded(start, head, decode, prompts, tokens)
             done()
+    return found
+
+
+def decoded(
+    start: Start, head: MtpHead | None, decode: Decode, prompts: Sequence[Pass], tokens: int
+) -> list[Transcript]:
+    """A decode from the start, which is put back. head: reads along if a drafter looks at its guesses."""
+    session = start.session
+    session.drafters = decode.drafters or [None] * len(session.streams)
+    session.head = head if session.guesses else None
+    passes = [*prompts, *session.write(tokens)]
+    found = [transcript(n, passes, session.replies[n]) for n in range(len(session.streams))]
+    start.put_back()
     return found
 
 
