@@ -67,7 +67,9 @@ def test_a_nan_passes_no_bound():
 
 def test_equal_bits_find_what_is_far_below_the_bound():
     problems = verdict_of(PROMPT, PROMPT_CASE, plant=PROMPT.controls()[0].plant).problems
-    assert problems[EXACT].startswith("differs from each stream alone on a window, in a longer pass: out at row ")
+    assert problems[EXACT].startswith(
+        "differs from each stream alone on a window of bf16, in a longer pass: out at row "
+    )
     assert ", head " in problems[EXACT] and "0x" in problems[EXACT] and problems[EXACT].endswith(" differ")
     many = PROMPT.control_cases()[-1]
     found = verdict_of(PROMPT, many, "(w04 + w26) + (w15 + w37)", "((w04 + w26) + w15) + w37")

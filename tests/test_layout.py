@@ -50,5 +50,5 @@ def test_page_ids_past_16_bits(page):
 
 def test_layouts_by_name():
     assert {n: (x.straddles, x.page) for n, x in LAYOUTS.items()} == {
-        "window": (False, None), "paged": (True, None), "paged_p256": (False, 256)
+        "window": (False, None), "paged": (True, None), "paged_p256": (False, 256), "mixed": (True, None)
     }  # fmt: skip

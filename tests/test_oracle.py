@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from mutants import mutate
 
+from backends import attention
 from kernels_numba import gated_delta_net, prompt_attention
 from kernels_numba.rope_store import rope_table
 from kernels_numba.sampling import argmax
@@ -208,7 +209,7 @@ def chain_from_zero(y: np.ndarray, states: np.ndarray, *rest: np.ndarray, chain=
 WRONG_STEPS = {
     "output gate dropped": (1, qwen3_5, "attention_gate", lambda: ungated),
     "a key too far": (
-        1, prompt_attention, "prompt_attention",
+        1, attention, "prompt_attention",
         lambda: mutate(
             prompt_attention.prompt_attention, "committed + row, scale, part=0", "committed + row + 1, scale, part=0"
         ),

@@ -107,8 +107,8 @@ def poison_unheld(arena: NDArray[np.uint32], held: NDArray[np.bool_], poison: Po
     """Fill the bytes that hold no row. Raises AssertionError when they did not change."""
     memory = arena.view(np.uint8)
     filling = poison.filled(memory.nbytes)
-    assert (memory[~held] != filling[~held]).all(), "the poison changed nothing"
-    memory[~held] = filling[~held]
+    assert (held | (memory != filling)).all(), "the poison changed nothing"
+    np.copyto(memory, filling, where=~held)
 
 
 @dataclass(frozen=True)

@@ -50,17 +50,19 @@ def empty(laid: Cache, own: Places, poison: Poison) -> None:
 
 def on_bench(laid: Cache, own: Places, bench: Workbench) -> list[Any]:
     """arena, pages and streams as a kernel takes them; only the places may be written, and must be."""
-    memory = laid.arena.view(np.uint8)
-    may_write = np.zeros(memory.shape, bool)
+    may_write = np.zeros(laid.arena.nbytes, bool)
     for at in own.values():
         may_write[at] = True
-    arena = bench.changed("arena", memory, may_write).view(np.uint32)
+    if laid.kv == "bf16":
+        arena = bench.changed("arena", laid.arena, may_write[::4])
+    else:
+        arena = bench.changed("arena", laid.arena.view(np.uint8), may_write).view(np.uint32)
     return [arena, *(bench.input(n, getattr(laid, n)) for n in ("pages", "streams"))]
 
 
 def gathered(outputs: Outputs, own: Places) -> Outputs:
     """Outputs with K and V rows, bf16 [rows, HK, D], and exponents for the arena."""
-    arena = outputs["arena"]
+    arena = outputs["arena"].view(np.uint8)
     rest = {name: array for name, array in outputs.items() if name != "arena"}
     found = {name: np.ascontiguousarray(arena[at]) for name, at in own.items()}
     if "k_exp" not in own:

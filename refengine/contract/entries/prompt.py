@@ -53,9 +53,9 @@ class PromptAttention(AttentionEntry):
             AttentionCase(Heads(4, 1), "paged", 16, ((70, 130),)),
             AttentionCase(Heads(6, 1, 64), "paged", 48, ((17, 300), (9, 130))),
             FAR_PAGES,
-            AttentionCase(SMALL, "paged", 48, ((257, 300),)),
             AttentionCase(Heads(6, 1), "paged", 48, ((17, 48),), kv="fp8"),
             *(AttentionCase(Heads(2, 2, D), "paged", 16, ((33, 70),), kv="fp8") for D in (64, 128)),
+            AttentionCase(SMALL, "paged", 48, ((257, 300),)),
         ]
 
     def controls(self) -> Sequence[Control]:
@@ -119,12 +119,14 @@ def one(geometry: Heads, form: tuple[str, int], rows: int, committed: int, kv: s
 def full_table() -> Iterator[AttentionCase]:
     """Every row count, committed length and form of the real heads; every page size, group and head_dim; several streams."""
     yield from (one(REAL, form, w, p) for w, p, form in product(ROWS, COMMITTED, FORMS))
-    yield from (one(REAL, form, w, p, "fp8") for w, p, form in product(ROWS[1::3], COMMITTED[::2], FORMS))
+    yield from (one(REAL, form, w, p, "fp8") for w, p, form in product(ROWS[1::4], COMMITTED[::3], FORMS))
     for size, (w, p) in product(PAGE_SIZES, ((17, 48), (65, 255), (129, 2048), (257, 9000))):
         yield one(REAL, ("paged", size), w, p)
     for group, D, form, (w, p) in product(GROUPS, (64, 128, 256), FORMS, ((17, 48), (129, 257), (65, 2047))):
         yield one(Heads(2 * group, 2, D), form, w, p)
-        yield one(Heads(2 * group, 2, D), form, w, p, "fp8")
+    yield from (
+        one(Heads(2 * group, 2, D), FORMS[D // 128], 17, 255, "fp8") for group, D in product(GROUPS, (64, 128, 256))
+    )
     yield from several_streams(REAL)
     yield from small_table()
 
