@@ -11,7 +11,7 @@ from kernels_numba.machine import Kernel
 from refengine.contract.backend import PREFIX, BackendEntry
 from refengine.contract.entry import ENTRIES, Entry
 
-OWN_BACKENDS = ("window", "paged", "paged-p256")
+OWN_BACKENDS = ("window", "paged", "paged-p256", "mixed")
 
 
 @cache
