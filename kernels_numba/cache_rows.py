@@ -1,4 +1,4 @@
-"""A row of the cache as a warp holds it, stored as bf16 or as fp8. Spec attention §3, §4.
+"""A row of the cache as a warp holds it, stored as bf16 or as fp8; and pieces of fp8 rows widened. Spec attention §3, §4.
 
 Lane l of the warp has words l · D/64 .. of the row's D/2 words of two bf16: ``words``, uint32 [D/64].
 """
@@ -44,6 +44,17 @@ def through_fp8(words, *, D):
     scale = power(-e)
     for i in range(D // 64):
         words[i] = widen_pair(narrow_pair(words[i], scale), e)
+
+
+@device
+def widen_piece(memory, low, high, source, e):
+    """16 codes from word ``source`` of shared memory as bf16: 8 to the piece at word ``low``, 8 to the one at ``high``."""
+    for n in range(2):
+        codes, more = int64(memory[source + n]), int64(memory[source + 2 + n])
+        memory[low + 2 * n] = widen_pair(codes, e)
+        memory[low + 2 * n + 1] = widen_pair(codes >> 16, e)
+        memory[high + 2 * n] = widen_pair(more, e)
+        memory[high + 2 * n + 1] = widen_pair(more >> 16, e)
 
 
 @device

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kernels_numba.cache_rows import widen_piece
 from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, PAIRS, DecodePlan
-from kernels_numba.fp8 import exponent_at, row_words, widen_pair
+from kernels_numba.fp8 import exponent_at, row_words
 from kernels_numba.machine import (
     count,
     cp_async16,
@@ -302,10 +303,15 @@ def await_path_tile(memory, record, paths, row, first, kv_head, key0, committed,
 def widen_tile(memory, key0, committed, *, D, value):
     """Committed keys of the staged codes, K (value 0) or V (1), as the tile of bf16 that scores and values read."""
     thread = int64(cuda.threadIdx.x)
+    piece = thread % (D // 16)
     for i in range(thread_rows(D, "fp8")):
         row = thread // (D // 16) + i * row_step(D, "fp8")
         if key0 + row < committed:
-            widen_piece(memory, row, thread % (D // 16), D=D, value=value)
+            e = int64(memory[exponents_at(D) + value * TILE + row]) - 128
+            source = value * staged_words(D, "fp8") + row * (D // 4) + 4 * piece
+            low = wide_at(D) + target_word(row, 2 * piece, D=D)
+            high = wide_at(D) + target_word(row, 2 * piece + 1, D=D)
+            widen_piece(memory, low, high, source, e)
 
 
 @device
@@ -327,21 +333,6 @@ def take_path_rows(memory, record, paths, row, first, kv_head, key0, committed, 
                 if key < limit:
                     word = record[first + paths[row, at], kv_head, 4 * piece + n]
                 memory[target + n] = word
-
-
-@device
-def widen_piece(memory, row, piece, *, D, value):
-    """16 codes of a row: its pieces 2 · piece and 2 · piece + 1 as bf16."""
-    e = int64(memory[exponents_at(D) + value * TILE + row]) - 128
-    source = value * staged_words(D, "fp8") + row * (D // 4) + 4 * piece
-    low = wide_at(D) + target_word(row, 2 * piece, D=D)
-    high = wide_at(D) + target_word(row, 2 * piece + 1, D=D)
-    for n in range(2):
-        codes, more = int64(memory[source + n]), int64(memory[source + 2 + n])
-        memory[low + 2 * n] = widen_pair(codes, e)
-        memory[low + 2 * n + 1] = widen_pair(codes >> 16, e)
-        memory[high + 2 * n] = widen_pair(more, e)
-        memory[high + 2 * n + 1] = widen_pair(more >> 16, e)
 
 
 # --- A tile: scores, fold, values. Both kernels use these and nothing else ------------------------------------------

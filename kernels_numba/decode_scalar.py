@@ -20,6 +20,7 @@ from kernels_numba.fp8 import exponent_at, row_words, widen_pair
 from kernels_numba.machine import (
     bf16_high,
     bf16_low,
+    count,
     cuda,
     device,
     float32,
@@ -78,13 +79,13 @@ def scalar_attention(
     place, record = (arena, pages, streams), (k_record, v_record)
     partial = decode_scalar.at(D=plan.D, G=plan.group, layout=layout, kv=kv, own=own)
     merge = decode_merge.at(D=plan.D)
-    for first, count in plan.slices():
-        own_rows = slice(first, first + count)
+    for first, size in plan.slices():
+        own_rows = slice(first, first + size)
         tables = rows[own_rows], paths[own_rows], depths[own_rows]
-        partial[(count, plan.kv_heads, plan.slots), THREADS, stream](
+        partial[(size, plan.kv_heads, plan.slots), THREADS, stream](
             po, pm, pl, q[own_rows], *place, *tables, *record, plan.kv_heads, scale
         )
-        merge[(count, plan.heads), plan.D // 2, stream](
+        merge[(size, plan.heads), plan.D // 2, stream](
             out[own_rows], po, pm, pl, streams, rows[own_rows], depths[own_rows], plan.groups
         )
 
@@ -122,6 +123,8 @@ def find_keys(
     """
     thread = int64(cuda.threadIdx.x)
     key = key0 + thread
+    if layout.straddles and thread == 0 and key0 < cached and key0 % ptok + min(TILE, cached - key0) > ptok:
+        count("straddles")
     if thread < TILE and key < cached:
         start, slot = layout.locate(key, base, table, ptok, pages, page_words)
         starts[thread] = start

@@ -7,7 +7,8 @@ fp8 cache's rows are widened to bf16 on their way and then summed as those of a 
 
 from __future__ import annotations
 
-from kernels_numba.fp8 import exponent_at, row_words, widen_pair
+from kernels_numba.cache_rows import widen_piece
+from kernels_numba.fp8 import exponent_at, row_words
 from kernels_numba.machine import (
     count,
     cp_async16,
@@ -237,17 +238,6 @@ def widen_item(memory, item, *, D):
             low = wide_at(D) + row * (D // 2) + 4 * (2 * piece ^ (row & 7))
             high = wide_at(D) + row * (D // 2) + 4 * (2 * piece + 1 ^ (row & 7))
             widen_piece(memory, low, high, raw + row * (D // 4) + 4 * piece, e)
-
-
-@device
-def widen_piece(memory, low, high, raw, e):
-    """16 codes from word ``raw``: the first 8 to the piece at word ``low``, the others to the one at ``high``."""
-    for n in range(2):
-        codes, more = int64(memory[raw + n]), int64(memory[raw + 2 + n])
-        memory[low + 2 * n] = widen_pair(codes, e)
-        memory[low + 2 * n + 1] = widen_pair(codes >> 16, e)
-        memory[high + 2 * n] = widen_pair(more, e)
-        memory[high + 2 * n + 1] = widen_pair(more >> 16, e)
 
 
 # --- Scores ---------------------------------------------------------------------------------------------------------

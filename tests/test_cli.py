@@ -211,6 +211,42 @@ def last_line(out):
     return out.splitlines()[-1]
 
 
+ROOT = Path(__file__).parent.parent
+STORY = ("compare", "--device", "cpu", "--page-size", "48", "--prompt", f"@{ROOT / 'docs/prompt.txt'}", "--prompt-tokens", "90",
+         "--prompt-rows", "60", "--tokens", "2", "--json", "report.json")  # fmt: skip
+"""A recorded prompt, with which each mode of attention is tried."""
+
+
+@pytest.mark.parametrize(
+    "attention, kv, place, prompts_differ",
+    [
+        ("scalar-batch", "bf16", "pass 1 (prompt), layer 3", True),
+        ("scalar-decode", "bf16", "pass 3 (decode), layer 3", False),
+        ("scalar-decode", "fp8", "pass 3 (decode), layer 3", False),
+        ("tiles", "bf16", None, False),
+    ],
+)
+def test_a_path_taken_by_pages_alone_differs_from_the_first_layer_on(
+    refengine, tmp_path, attention, kv, place, prompts_differ
+):
+    """The fault of the source system: with pages in the batch, rows take kernels that round otherwise."""
+    status, out, err = refengine(*STORY, "--backends", "window,paged", "--attention", attention, "--kv", kv)
+    window, pages = json.loads((tmp_path / "report.json").read_text())["arms"]
+    assert (window["prompt_hashes"] != pages["prompt_hashes"]) == prompts_differ
+    if place is None:
+        assert status == 0 and last_line(out).startswith("EQUAL 2 backends, 2 prompt passes, 2 tokens")
+    else:
+        assert status == 1 and last_line(out).startswith(f"DIFFERENT paged from window: {place}, row ")
+
+
+def test_a_window_takes_another_path_for_the_pages_beside_it(refengine):
+    """scalar-batch: stream 0 has a window in both backends, and other bits where stream 1 is on pages."""
+    two = ("--backends", "window,mixed", "--parallel", "2")
+    status, out, _ = refengine(*STORY, *two, "--attention", "scalar-batch")
+    assert status == 1 and "pass 3 (prompt), layer 3" in last_line(out)
+    assert refengine(*STORY, *two)[0] == 0
+
+
 def test_equal_backends(refengine, tmp_path):
     """The last line, and a report with claims, versions, the command and each arm's hashes."""
     status, out, err = refengine(*SMALL, "--json", "report.json")

@@ -107,3 +107,18 @@ def test_drafts_that_make_no_sense_are_refused_and_nothing_changes(model):
     model.finish(run.backend, batch, [0, 0])
     with pytest.raises(BackendError, match="no drafts"):
         model.finish(run.backend, run.backend.batch(DECODE, [(run.streams[0], 1)]), [0])
+
+
+def test_a_window_of_128_drafts(model):
+    """The longest window there is, a bushy tree: rows at its ends are the rows alone, and the longest path is kept."""
+    made = backend_class("paged")(cache_shape(SPEC), Sizes(200, 1, 48, 128, 3, 5))
+    parents = [-1, *(max(row // 2 - 1, 0) for row in range(1, 128))]
+    ids = [(37 * row + 11) % 250 for row in range(128)]
+    run, plain = Run(model, made, [made.open()]), started(model, "window")
+    batch, _ = run.forward([(run.streams[0], 70)], PROMPTS[0], PROMPT)
+    model.finish(made, batch)
+    batch, found = run.forward([(run.streams[0], 128)], ids, parents=[parents])
+    model.finish(made, batch, [127])
+    for row in batch.path(0, 127):
+        assert plain.step(0, ids[row]).tobytes() == found[row].tobytes(), row
+    assert run.step(0, 5).tobytes() == plain.step(0, 5).tobytes()

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from refengine.contract.entry import Inputs
-from refengine.contract.gated_delta_net import StreamsCase
+from refengine.contract.gated_delta_net import ODD, REAL, TINY, StreamsCase
 from refengine.contract.windows import path_table
 from refengine.contract.workbench import Array
 
@@ -112,6 +112,22 @@ class AcceptedCase(TreesCase):
 
     def __str__(self) -> str:
         return f"{super().__str__()} kept={','.join(map(str, self.kept))}"
+
+
+# --- The tables -------------------------------------------------------------------------------------------------------
+
+
+def accepted_cases(full: bool) -> list[AcceptedCase]:
+    """Some rows, all and none accepted, of chains and trees; the real heads, too, if ``full``."""
+    some = [AcceptedCase(TINY, (7, 3, 3, 1), kept=(3, 2, 1, 1)), AcceptedCase(ODD, (9,), shape=CHAIN, kept=(9,))]
+    some += [AcceptedCase(ODD, (33, 0, 9, 4), 2, shape=DRAWN, kept=(2, 0, 0, 1))]
+    real = [AcceptedCase(REAL, (16,) * 4, kept=(4, 0, 1, 5)), AcceptedCase(REAL, (128,), kept=(8,))]
+    return some + real * full
+
+
+def accepted_controls() -> list[AcceptedCase]:
+    """Streams that accept rows between streams that accept none."""
+    return [AcceptedCase(ODD, (12, 0, 5, 8), 2, kept=(4, 0, 2, 0)), AcceptedCase(ODD, (3, 0, 2), 2, kept=(2, 0, 1))]
 
 
 # --- Faults in inputs -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 
 from backends.base import DECODE, PROMPT, Backend, Sizes, backend_class
 from backends.stream import SCALAR_BATCH, TILES
-from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import Kernel
 from kernels_numba.machine.frontend import Program
 from kernels_numba.machine.modes import Noted, recorded
@@ -36,19 +34,22 @@ LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33
 """Prompts whose runs take every branch: a whole chunk of committed keys and a short last pass; more decode rows than a
 narrow matrix product takes."""
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
+Form = tuple[str, str, str]
+"""(backend, kv, attention)."""
 TINY, LARGE = "qwen3.5-tiny", "qwen3.8-27b"
-MODELS = ((TINY, None), (LARGE, None), (TINY, 64), (TINY, 128))
-"""(model, head_dim in place of its own): between them every kernel, the smallest and the largest heads, every head_dim."""
-FORMS = tuple((name, "bf16", TILES) for name in ("window", "paged", "paged-p256"))
-"""(backend, kv, attention) that every model is run with."""
-MORE_FORMS = (
-    *product(("window", "paged", "paged-p256"), ("fp8",), (TILES,)),
-    *product(("mixed",), KV_TYPES, (TILES,)),
-    *product(("paged", "paged-p256", "mixed"), KV_TYPES, (SCALAR_BATCH,)),
-)
-"""Those of the first model besides."""
-ELSEWHERE = (("paged", "fp8", TILES), ("paged", "bf16", SCALAR_BATCH))
-"""Those of the other models besides."""
+WINDOW, PAGED, P256 = ((name, "bf16", TILES) for name in ("window", "paged", "paged-p256"))
+NARROW: Form = ("paged", "fp8", TILES)
+OTHERS: tuple[Form, ...] = (
+    ("paged-p256", "fp8", TILES), ("mixed", "bf16", TILES), ("paged", "bf16", SCALAR_BATCH), ("mixed", "fp8", SCALAR_BATCH),
+)  # fmt: skip
+RUNS: dict[tuple[str, int | None], tuple[Form, ...]] = {
+    (TINY, None): (WINDOW, PAGED, P256, NARROW, *OTHERS),
+    (LARGE, None): (WINDOW, PAGED, P256, NARROW),
+    (TINY, 64): (PAGED, NARROW),
+    (TINY, 128): (PAGED, NARROW),
+}
+"""(model, head_dim in place of its own): between them every kernel, the smallest and the largest heads, every head_dim, every
+type of cache and kind of address."""
 TREE = [-1, 0, 0]
 """Parents of a drafted window."""
 
@@ -119,11 +120,11 @@ class LaunchName:
 
 @cache
 def engine_launches() -> dict[LaunchName, Noted]:
-    """Every different launch of MODELS through their forms, by a name that is the same in every process."""
+    """Every different launch of RUNS, by a name that is the same in every process."""
     found: dict[Noted, None] = {}
-    for number, (model, head_dim) in enumerate(MODELS):
+    for (model, head_dim), forms in RUNS.items():
         spec = with_heads(load_model(model), head_dim)
-        for backend, kv, attention in (*FORMS, *(ELSEWHERE if number else MORE_FORMS)):
+        for backend, kv, attention in forms:
             found.update(dict.fromkeys(launches(spec, backend_class(backend), kv, attention)))
     return named(found)
 

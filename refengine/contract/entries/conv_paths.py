@@ -12,7 +12,16 @@ from refengine.contract.entries.gated_delta_net import CommitConv, Conv
 from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gated_delta_net import GDN, KEPT, ODD, REAL, SPARE_SLOTS, TINY, Heads, StreamsCase
 from refengine.contract.gates import EXACT
-from refengine.contract.trees import CHAIN, DRAWN, AcceptedCase, TreesCase, fewer, other_path
+from refengine.contract.trees import (
+    CHAIN,
+    DRAWN,
+    AcceptedCase,
+    TreesCase,
+    accepted_cases,
+    accepted_controls,
+    fewer,
+    other_path,
+)
 from refengine.contract.windows import spared
 from refengine.contract.workbench import BF16, Array, Poison, Workbench
 from refengine.verify import oracles
@@ -132,13 +141,10 @@ class CommitConvPath(CommitConv):
     kernels = ("commit_conv_path_kernel",)
 
     def cases(self, full: bool) -> Sequence[StreamsCase]:
-        some = [AcceptedCase(TINY, (7, 3, 3, 1), kept=(3, 2, 1, 1)), AcceptedCase(ODD, (5,), shape=CHAIN, kept=(5,))]
-        some += [AcceptedCase(ODD, (33, 0, 9, 4), 2, shape=DRAWN, kept=(2, 0, 0, 1))]
-        real = [AcceptedCase(REAL, (16,) * 4, kept=(4, 0, 1, 5)), AcceptedCase(REAL, (128,), kept=(8,))]
-        return some + real * full
+        return accepted_cases(full)
 
     def control_cases(self) -> Sequence[StreamsCase]:
-        return [AcceptedCase(ODD, (12, 0, 5, 8), 2, kept=(4, 0, 2, 0)), AcceptedCase(ODD, (3, 0, 2), 2, kept=(2, 0, 1))]
+        return accepted_controls()
 
     def controls(self) -> Sequence[Control]:
         return [

@@ -89,7 +89,7 @@ class DecodeAttention(AttentionEntry):
 
     name = "decode_attention"
     kernels = ("decode_rows", "decode_partial", "decode_merge")
-    modules = (DECODE, FP8, LAYOUT)
+    modules = (DECODE, "kernels_numba.cache_rows", FP8, LAYOUT)
     axes = {
         "out": ("row", "head", "dim"),
         "po": ("slot", "row", "head", "dim"),
@@ -328,4 +328,4 @@ def several_streams(geometry: Heads) -> Iterator[DecodeCase]:
         yield DecodeCase(geometry, *form, ((3, 300), (0, 64), (5, 0)))
     for kv in KV_TYPES:
         yield DecodeCase(geometry, "paged", 48, ((1, 511), (33, 4097), (2, 2048)), kv=kv)
-    yield DecodeCase(geometry, *MIXED, ((3, 300), (0, 64), (5, 0), (4, 513)), kv="fp8")
+        yield DecodeCase(geometry, *MIXED, ((3, 300), (0, 64), (5, 0), (1, 9000), (1, 9000), (4, 513)), kv=kv)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
 import numpy as np
 
+from kernels_numba.fp8 import KV_TYPES
 from refengine.contract.attention import (
     COMMITTED,
     FORMS,
@@ -41,7 +43,7 @@ class PromptAttention(AttentionEntry):
 
     name = "prompt_attention"
     kernels = ("prompt_attention",)
-    modules = (PROMPT, FP8, LAYOUT)
+    modules = (PROMPT, "kernels_numba.cache_rows", FP8, LAYOUT)
     axes = {"out": ("row", "head", "dim")}
 
     def cases(self, full: bool) -> Sequence[AttentionCase]:
@@ -166,3 +168,5 @@ def several_streams(geometry: Heads) -> Iterator[AttentionCase]:
         yield AttentionCase(geometry, *form, ((9, 50), (33, 7)))
         yield AttentionCase(geometry, *form, ((5, 300), (0, 64), (17, 0)))
         yield AttentionCase(geometry, *form, ((5, 70), (0, 64), (17, 0), (3, 130)), kv="fp8")
+    for kv in KV_TYPES:
+        yield AttentionCase(replace(geometry, head_dim=64), *MIXED, ((3, 9000), (2, 9000), (5, 0), (17, 48)), kv=kv)
