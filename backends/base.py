@@ -80,7 +80,13 @@ class Backend(ABC):
         self.pages = xp.full(sizes.streams * self.columns, self.null_page, dtype=np.int32)
 
     def check_layout(self) -> None:
-        """Raise BackendError where the layout promises kernels what the page size does not keep."""
+        """Raise BackendError for heads that no kernel has, or where the layout promises what the page size does not keep."""
+        shape = self.shape
+        try:
+            if shape.attention_layers:
+                decode_plan.check_heads(shape.heads, shape.kv_heads, shape.head_dim)
+        except ValueError as refusal:
+            raise BackendError(f"{self.name}: {refusal}") from refusal
         page, layout = self.positions, self.layout
         if layout.page not in (None, page):
             raise BackendError(f"{self.name}: pages of {page} positions, its layout {layout.name} has {layout.page}")
@@ -235,8 +241,8 @@ class Backend(ABC):
             raise BackendError(f"{self.name}: phase {phase!r}: use {PROMPT!r} or {DECODE!r}")
         most = self.sizes.window_rows
         for stream, rows in work:
-            if rows < 0:
-                raise BackendError(f"{self.name}: stream {stream.number}: {rows} rows; at least 0")
+            if not isinstance(rows, (int, np.integer)) or rows < 0:
+                raise BackendError(f"{self.name}: stream {stream.number}: {rows} rows; at least 0, and whole")
             if phase == DECODE and rows > most:
                 raise BackendError(
                     f"{self.name}: stream {stream.number}: {rows} decode rows; window_rows allows {most}"
@@ -250,6 +256,8 @@ class Backend(ABC):
             raise BackendError(f"{self.name}: parents: drafts belong to {DECODE!r} passes")
         if [len(p) for p in parents] != list(rows):
             raise BackendError(f"{self.name}: parents: one for each of the {list(rows)} rows of the streams")
+        if not all(isinstance(row, (int, np.integer)) for window in parents for row in window):
+            raise BackendError(f"{self.name}: parents: whole numbers, -1 for the committed positions")
         try:
             decode_plan.check_parents(parents)
         except ValueError as refusal:
@@ -347,6 +355,10 @@ class Backend(ABC):
         """
         self.check_current(batch)
         kept = self.kept_rows(batch, accepted)
+        if batch.linear:
+            raise BackendError(
+                f"{self.name}: drafts: recurrent layers wait for the accepted rows; finish through the model"
+            )
         if batch.phase == DECODE:
             last, counts = (self.xp.asarray(a) for a in batch.ends(kept))
             most = max(map(len, kept), default=0)

@@ -86,6 +86,9 @@ class Sizes:
         for field_name in ("context", "streams", "page_size", "window_rows"):
             if getattr(self, field_name) < 1:
                 raise BackendError(f"{name}: {field_name} {getattr(self, field_name)}: at least 1")
+        for field_name in ("spare_pages", "shuffle"):
+            if (getattr(self, field_name) or 0) < 0:
+                raise BackendError(f"{name}: {field_name} {getattr(self, field_name)}: at least 0")
         if self.window_rows > MOST_ROWS:
             raise BackendError(f"{name}: window_rows {self.window_rows}: at most {MOST_ROWS}")
         for field_name, choices in (("kv", KV_TYPES), ("attention", ATTENTION)):

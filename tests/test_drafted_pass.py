@@ -122,3 +122,16 @@ def test_a_window_of_128_drafts(model):
     for row in batch.path(0, 127):
         assert plain.step(0, ids[row]).tobytes() == found[row].tobytes(), row
     assert run.step(0, 5).tobytes() == plain.step(0, 5).tobytes()
+
+
+def test_drafts_are_committed_once_and_through_the_model(model):
+    run = started(model, "paged")
+    work = [(run.streams[0], 2)]
+    with pytest.raises(BackendError, match="have not been through the model"):
+        model.finish(run.backend, run.backend.batch(DECODE, work, [[-1, 0]]), [1])
+    batch, _ = run.forward(work, [5, 6], parents=[[-1, 0]])
+    with pytest.raises(BackendError, match="recurrent layers wait for the accepted rows"):
+        run.backend.finish(batch, [1])
+    before = run.streams[0].committed
+    model.finish(run.backend, batch, [1])
+    assert run.streams[0].committed == before + 2

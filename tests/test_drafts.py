@@ -208,3 +208,19 @@ def test_red_when_a_rejected_row_is_kept():
 
 def test_red_when_a_draw_is_keyed_by_its_place_in_the_batch():
     assert differs(lambda p: p.setattr(Window, "depth", lambda window, row: row))
+
+
+@pytest.mark.parametrize(
+    "prompts, how, message",
+    [
+        ([[1, 2], []], {}, "prompt 1: is empty"),
+        ([[1]], {"prompt_rows": 0}, "prompt_rows 0: at least 1"),
+        ([[1], [2]], {"samplings": [Sampling()]}, "samplings: 1 for 2 prompts"),
+        ([[1], [2]], {"drafters": [NgramDrafter()]}, "drafters: 1 for 2 prompts"),
+        ([[1]], {"samplings": [Sampling(temperature=-1.0)]}, "temperature -1.0"),
+    ],
+)
+def test_a_session_that_cannot_run_is_refused(prompts, how, message):
+    how = {"prompt_rows": 4, **how}
+    with pytest.raises(UserError, match=message):
+        Session(None, None, None, prompts, **how)

@@ -223,8 +223,15 @@ def test_every_drafter_has_a_stream(streams):
     assert {d for turn in turns for d in turn.drafters} == set(equalities.drafters(True, (1, 1, 1)).values())
 
 
+def test_a_second_page_that_no_token_reaches_proves_nothing(capsys):
+    """The last token is generated and never stored."""
+    status, lines = run(capsys, only="1", streams="1", page_sizes="16", prompt_tokens=8, tokens=9)
+    assert status == 1 and "one page only" in lines[0] and lines[-1].endswith("1 unchecked")
+
+
 def test_an_earlier_reply_is_right_in_parts():
-    assert equalities.altered(range(10, 21)) == (10, 11, 12, 13, 15, 15, 16, 17, 18, 18, 20)
+    assert equalities.altered(range(10, 21)) == (10, 11, 12, 13, 13, 15, 16, 17, 18, 18, 20)
+    assert equalities.altered((0, 0, 0, 0, 0, -1)) == (0, 0, 0, 0, 1), "tokens of the vocabulary, and none for -1"
 
 
 # --- What the command line refuses ------------------------------------------------------------------------------------
@@ -244,7 +251,10 @@ def test_an_earlier_reply_is_right_in_parts():
         ({"prompt_rows": "5000"}, "--prompt-rows 5000: 5000: whole numbers from 1 to 4096"),
         ({"tokens": 1}, "--tokens 1: at least 2"),
         ({"prompt_tokens": 5000}, "--prompt-tokens 5000: 1 to 4096"),
-        ({"seed": -1}, "--seed -1: at least 0"),
+        ({"seed": -1}, "--seed -1: 0 to 18446744073709551615"),
+        ({"seed": 2**64}, "--seed 18446744073709551616: 0 to"),
+        ({"streams": "64", "page_sizes": "1048576"}, "--page-sizes: paged 1048576 takes"),
+        ({"streams": "1"}, "--streams 1: equality 2 takes 2 or more streams; add one, or name others with --only"),
         ({"tokens": 300000}, "--prompt-tokens 40: with --tokens and drafts 300048 positions"),
     ],
 )

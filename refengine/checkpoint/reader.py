@@ -46,6 +46,10 @@ class Checkpoint:
         """The tensor with that role in the family, for example ("q_proj", 3) or ("embed", None)."""
         return self.tensor(self.tensors[role, layer].name)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the files have a tensor of this name."""
+        return tensor.name in self._stored
+
     def check_mtp(self) -> None:
         """Raise UserError unless the checkpoint has the whole MTP head: names the layout, or the first bad tensor."""
         wanted = self.spec.mtp_tensors()

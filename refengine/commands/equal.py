@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from backends.base import backend_class
 from backends.stream import ATTENTION
 from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import Checkpoint, load_mtp, load_weights
-from refengine.commands.inputs import find_model
+from refengine.commands.inputs import find_model, machine_gib
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
-from refengine.model import MtpHead, Qwen35, check_dims
+from refengine.model import MtpHead, Qwen35, cache_shape, check_dims
 from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores, run_all
 from refengine.verify.equalities import FAILED, HELD, TITLES, UNCHECKED, WINDOW_ROWS, Check, count, drafters, verdict
-from refengine.verify.equality_runs import Engine, Job, Key, Plan, checks, jobs
+from refengine.verify.equality_runs import WINDOW, Engine, Job, Key, Plan, checks, jobs, sizes_of
 from refengine.verify.predictable import predictable
 
 MOST_PROMPT_TOKENS = 4096
@@ -59,6 +60,7 @@ def run(request: Request, json: Path | None) -> int:
     spec, folder, checkpoint = find_model(request.model, request.seed)
     check_room(request, spec)
     check_dims(spec)
+    check_memory(plan, spec, context(request), device)
     try:
         found, caption = results(request, plan, spec, checkpoint(), folder is None, device)
     except SetupError:
@@ -88,13 +90,16 @@ def plan_of(request: Request) -> Plan:
     known_name("--attention", request.attention, ATTENTION)
     equalities = tuple(TITLES) if request.only is None else (known_name("--only", request.only, tuple(TITLES)),)
     counts = tuple(sorted(numbers("--streams", request.streams, MOST_STREAMS)))
-    for flag, value, least in (("--tokens", request.tokens, 2), ("--seed", request.seed, 0)):
-        if value < least:
-            raise UserError(f"{flag} {value}: at least {least}")
+    if request.tokens < 2:
+        raise UserError(f"--tokens {request.tokens}: at least 2")
+    if not 0 <= request.seed < 2**64:
+        raise UserError(f"--seed {request.seed}: 0 to {2**64 - 1}")
     if not 1 <= request.prompt_tokens <= MOST_PROMPT_TOKENS:
         raise UserError(f"--prompt-tokens {request.prompt_tokens}: 1 to {MOST_PROMPT_TOKENS}")
-    if equalities == ("2",) and counts[-1] < 2:
-        raise UserError(f"--streams {request.streams}: equality 2 takes 2 or more streams")
+    if "2" in equalities and counts[-1] < 2:
+        raise UserError(
+            f"--streams {request.streams}: equality 2 takes 2 or more streams; add one, or name others with --only"
+        )
     chunks = numbers("--prompt-rows", request.prompt_rows, MOST_PROMPT_TOKENS)
     pages = numbers("--page-sizes", request.page_sizes, 1 << 20)
     return Plan(equalities, counts, pages, request.tokens, chunks, request.kv, request.attention, request.seed)
@@ -123,6 +128,21 @@ def check_room(request: Request, spec: ModelSpec) -> None:
         )
 
 
+def check_memory(plan: Plan, spec: ModelSpec, positions: int, device: Device) -> None:
+    """Refuse caches that this machine has no room for: those of the runs that are side by side, and where each begins again."""
+    if device.name != "cpu":
+        return
+    shape, streams = cache_shape(spec, mtp=bool(spec.mtp_layers)), plan.counts[-1]
+    for form in {WINDOW, *plan.forms, *plan.paged}:
+        sizes = sizes_of(plan, form, positions, streams, WINDOW_ROWS)
+        gib = 2 * cores() * backend_class(form.backend).arena_bytes(shape, sizes) / 2**30
+        if gib > machine_gib():
+            raise UserError(
+                f"--page-sizes: {form} takes {gib:.4g} GiB for {streams} streams, this machine has {machine_gib():.4g}; "
+                "ask for smaller pages, or fewer with --streams"
+            )
+
+
 def context(request: Request) -> int:
     """Positions of the longest stream."""
     return request.prompt_tokens + request.tokens + WINDOW_ROWS
@@ -143,10 +163,15 @@ def results(
         if generated:
             weights, caption = predictable(weights, QUIET), "equality 4: generated weights with quieter branches"
         model = Qwen35(spec, weights, device, context(request))
-        head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if spec.mtp_layers else None
+        head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if has_mtp(checkpoint, spec) else None
         drafting = Engine(model, head, device, prompts)
     found = run_jobs(jobs(plan, engine, drafting), device)
-    return list(checks(plan, found, list(drafters(bool(spec.mtp_layers))))), caption
+    return list(checks(plan, found, list(drafters(drafting is not None and drafting.head is not None)))), caption
+
+
+def has_mtp(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
+    """Whether there is a head to draft with; a checkpoint may leave it out."""
+    return any(checkpoint.holds(tensor) for tensor in spec.mtp_tensors())
 
 
 def lengths(request: Request, plan: Plan) -> list[int]:

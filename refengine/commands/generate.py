@@ -172,9 +172,9 @@ def build(request: Request, spec: ModelSpec, context: int, device: Device) -> Ba
     sizes = Sizes(context, page_size=request.page_size or PAGE_SIZE, window_rows=rows, kv=request.kv)
     kind, shape = backend_class(request.backend), cache_shape(spec, mtp=request.needs_head)
     gib = kind.arena_bytes(shape, sizes) / 2**30
-    full = UserError(
-        f"--tokens {request.tokens}: {request.backend} takes {gib:.4g} GiB, more than there is; ask for fewer"
-    )
+    large = request.page_size is not None and request.page_size > context
+    flag = f"--page-size {request.page_size}" if large else f"--tokens {request.tokens}"
+    full = UserError(f"{flag}: {request.backend} takes {gib:.4g} GiB, more than there is; ask for fewer")
     if device.name == "cpu" and gib > machine_gib():
         raise full
     try:

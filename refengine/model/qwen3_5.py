@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from backends.arena import CacheShape
-from backends.base import PROMPT, Backend, Batch, Norms
+from backends.base import PROMPT, Backend, BackendError, Batch, Norms
 from kernels_numba import delta_trees, gated_delta_net
 from kernels_numba.activations import attention_gate, swiglu
 from kernels_numba.embedding import embed
@@ -204,14 +204,18 @@ class Qwen35(Decoder):
     def finish(self, backend: Backend, batch: Batch, accepted: Sequence[int] | None = None) -> None:
         """Commit a pass. accepted: of a drafted one, as ``backend.finish`` takes it; the recurrent states take those rows now.
 
-        Raises BackendError as ``backend.finish`` does, before anything has changed.
+        Raises BackendError as ``backend.finish`` does, and for drafts that have not been through ``forward``, before anything
+        has changed.
         """
+        if batch.drafted and set(batch.linear) != set(self.spec.linear_layers):
+            raise BackendError("drafts: have not been through the model; run forward before finish")
         last, kept = map(self.xp.asarray, batch.ends(backend.kept_rows(batch, accepted)))
         place = (batch.streams[0], batch.slots, batch.paths, last, kept)
         for number, (mixed, qkv, decay, beta) in batch.linear.items():
             states, histories = backend.layer_states(number, batch)
             delta_trees.replay(states, qkv, decay, beta, *place)
             gated_delta_net.commit_conv_path(histories, mixed, *place)
+        batch.linear.clear()
         backend.finish(batch, accepted)
 
     def layer_update(

@@ -45,7 +45,8 @@ class Session:
     """Streams through a backend. prompts: token ids of each. prompt_rows: rows of a stream in a prompt pass, at most.
 
     samplings, drafters: of each stream; default: greedy, no drafts. head: reads every row, for drafters that take its
-    guesses; the backend has its layer then. stop: tokens that end a reply. Raises UserError for a drafter without its head.
+    guesses; the backend has its layer then. stop: tokens that end a reply. Raises UserError for a prompt without tokens, passes
+    without rows, samplings that cannot be or not for each prompt, and a drafter without its head.
     """
 
     model: Qwen35
@@ -64,8 +65,22 @@ class Session:
         self.ranked: dict[int, list[int]] = {}
         self.samplings = self.samplings or [GREEDY] * len(self.prompts)
         self.drafters = self.drafters or [None] * len(self.prompts)
+        self.check()
         if self.guesses and self.head is None:
             raise UserError(f"drafts: {self.model.spec.name} has no MTP head; draft by n-gram")
+
+    def check(self) -> None:
+        """Raise UserError for streams that cannot run."""
+        for number, prompt in enumerate(self.prompts):
+            if not len(prompt):
+                raise UserError(f"prompt {number}: is empty; give at least one token")
+        if self.prompt_rows < 1:
+            raise UserError(f"prompt_rows {self.prompt_rows}: at least 1")
+        for name, given in (("samplings", self.samplings), ("drafters", self.drafters)):
+            if len(given) != len(self.prompts):
+                raise UserError(f"{name}: {len(given)} for {len(self.prompts)} prompts; give one of each")
+        for sampling in self.samplings:
+            sampling.check()
 
     @property
     def guesses(self) -> int:
@@ -158,7 +173,9 @@ class Session:
         """The head reads the pass's rows, too; ``ranked`` takes its guesses behind the last row kept of each stream."""
         if self.head is None:
             return
-        ids_next = self.put(i for n, rows in work.items() for i in rows.following(draws[n]))
+        ids_next = self.put(
+            max(i, 0) for n, rows in work.items() for i in rows.following(draws[n])
+        )  # -1: there was none
         logits, _ = self.head.forward(ids_next, hidden, self.backend, batch, self.put(lasts))
         ranked = np.argsort(-self.device.get(logits), axis=1, kind="stable")[:, : self.guesses]
         self.ranked.update(zip(work, ranked.tolist()))

@@ -68,8 +68,8 @@ def open_chat_template(folder: Path | None) -> ChatTemplate:
 def default_of(found: Any, folder: Path) -> str:
     """The template of tokenizer_config.json: text, or the one named default of a list of {name, template}."""
     if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
-        found = named.get("default")
+        entries = [entry for entry in found if isinstance(entry, dict)]
+        found = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
     if not isinstance(found, str):
         raise UserError(f"{folder / CONFIG}: chat_template: must be text, or a list with one named default")
     return found

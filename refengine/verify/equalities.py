@@ -72,18 +72,18 @@ def numbered(found: Sequence[Transcript], wanted: Sequence[Transcript]) -> list[
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a form's streams got. tables: the pages of each."""
+    """What a form's streams got. tables: the pages that hold a position of each."""
 
     form: Form
     found: Together
     tables: list[list[int]]
 
-    @property
-    def untested(self) -> str | None:
-        """Why its pages prove nothing, if they do not."""
-        if all(len(pages) < 2 for pages in self.tables):
+    def untested(self, streams: int) -> str | None:
+        """Why the pages of so many streams prove nothing, if they do not."""
+        tables = self.tables[:streams]
+        if all(len(pages) < 2 for pages in tables):
             return f"one page only; prompts of more than {self.form.page_size} tokens take more"
-        if all(sorted(pages) == pages for pages in self.tables):
+        if all(sorted(pages) == pages for pages in tables):
             return "the page tables are ascending; hand the pages out in another order"
         return None
 
@@ -92,7 +92,7 @@ def paged_is_window(window: Run, paged: Run) -> Iterator[Check]:
     """Equality 1, for each number of streams."""
     for (streams, name), found in paged.found.items():
         pairs = numbered(found, window.found[streams, name])
-        yield check("1", str(paged.form), streams, "", pairs, paged.untested)
+        yield check("1", str(paged.form), streams, "", pairs, paged.untested(streams))
 
 
 def together_is_alone(alone: Sequence[Transcript], run: Run) -> Iterator[Check]:
@@ -122,8 +122,14 @@ def drafters(has_head: bool, earlier: Sequence[int] = ()) -> dict[str, Drafter]:
 
 
 def altered(tokens: Sequence[int]) -> tuple[int, ...]:
-    """The tokens, every ALTERED-th another."""
-    return tuple(token ^ (place % ALTERED == ALTERED - 1) for place, token in enumerate(tokens))
+    """The tokens, every ALTERED-th another; without -1, which stands for none."""
+    tokens = [token for token in tokens if token >= 0]
+    return tuple(other(token) if place % ALTERED == ALTERED - 1 else token for place, token in enumerate(tokens))
+
+
+def other(token: int) -> int:
+    """A token of the vocabulary that is not this one."""
+    return token - 1 if token else 1
 
 
 def turns(names: Sequence[str], streams: int) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -130,11 +130,15 @@ def checks(plan: Plan, results: Mapping[Key, Any], names: Sequence[str]) -> Iter
 
 def backend(plan: Plan, engine: Engine, form: Form, streams: int, window_rows: int = 1, head: bool = False) -> Backend:
     """A backend of the form with room for the longest prompt, its reply and a window; its pages shuffled."""
-    context = len(engine.prompts[0]) + plan.tokens + window_rows
-    sizes = Sizes(
+    sizes = sizes_of(plan, form, len(engine.prompts[0]) + plan.tokens + window_rows, streams, window_rows)
+    return backend_class(form.backend)(cache_shape(engine.model.spec, mtp=head), sizes, engine.device.xp)
+
+
+def sizes_of(plan: Plan, form: Form, context: int, streams: int, window_rows: int) -> Sizes:
+    """What a backend of the form is built for."""
+    return Sizes(
         context, streams, form.page_size, window_rows, SPARE_PAGES, plan.seed, kv=plan.kv, attention=plan.attention
     )
-    return backend_class(form.backend)(cache_shape(engine.model.spec, mtp=head), sizes, engine.device.xp)
 
 
 def each_alone(plan: Plan, engine: Engine, done: Progress) -> list[Transcript]:
@@ -149,7 +153,8 @@ def run(plan: Plan, engine: Engine, form: Form, done: Progress) -> Run:
     made = backend(plan, engine, form, plan.counts[-1])
     session = Session(engine.model, made, engine.device, engine.prompts, len(engine.prompts[0]))
     found = together(session, plan.counts, plan.tokens, done)
-    return Run(form, found, [list(stream.pages) for stream in session.streams])
+    held = [-(-(len(prompt) + plan.tokens - 1) // form.page_size) for prompt in engine.prompts]
+    return Run(form, found, [stream.pages[:pages] for stream, pages in zip(session.streams, held)])
 
 
 def chunked(plan: Plan, engine: Engine, form: Form, chunk: int, done: Progress) -> Together:
@@ -175,4 +180,4 @@ def drafted(
 
 def seeded(sampling: Sampling, seed: int) -> Sampling:
     """The sampling with another seed."""
-    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, seed)
+    return replace(sampling, seed=seed % 2**64)
