@@ -194,6 +194,8 @@ def test_every_kernel_has_an_entry():
 def test_a_kernel_without_an_entry_fails_the_run_by_name(capsys, monkeypatch):
     monkeypatch.setattr(command, "uncovered", lambda: ["new_kernel"])
     monkeypatch.setattr(command, "chosen", lambda kernel: ("rms_norm",))
+    monkeypatch.setattr(command, "kernels_of", lambda request: ["rms_norm_kernel"])
+    monkeypatch.setattr(command, "of_request", lambda request, records: {"rms_norm_kernel": records["rms_norm_kernel"]})
     assert run(request(kernel=None), None) == 1
     out = capsys.readouterr().out
     assert "no contract entry: new_kernel" in out and "CONTRACT 2 kernels: 1 pass gates 1-4, 1 fail" in out
