@@ -133,7 +133,7 @@ def check_memory(plan: Plan, spec: ModelSpec, positions: int, device: Device) ->
     if device.name != "cpu":
         return
     shape, streams = cache_shape(spec, mtp=bool(spec.mtp_layers)), plan.counts[-1]
-    for form in {WINDOW, *plan.forms, *plan.paged}:
+    for form in dict.fromkeys([WINDOW, *plan.paged, *plan.forms]):
         sizes = sizes_of(plan, form, positions, streams, WINDOW_ROWS)
         gib = 2 * cores() * backend_class(form.backend).arena_bytes(shape, sizes) / 2**30
         if gib > machine_gib():
