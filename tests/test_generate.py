@@ -317,6 +317,7 @@ def test_a_prompt_that_a_tokenizer_cannot_read_is_refused(call, folder, tmp_path
     write_tokenizer(folder)
     (tmp_path / "prompt").write_bytes(b"\xff")
     one_line(call(folder, "--prompt", f"@{tmp_path / 'prompt'}"), "--prompt: is not UTF-8")
+    one_line(call(folder, *HI, "--chat", "--system", f"@{tmp_path / 'prompt'}"), "--system: is not UTF-8")
 
 
 def test_a_missing_tokenizers_library_is_one_line(call, folder, monkeypatch):

@@ -136,7 +136,7 @@ def prompt_ids(request: Request, text: Text, folder: Path | None) -> list[int]:
     try:
         ids = text.encode(prompt, templated=request.chat)
     except UnicodeError as problem:
-        raise UserError("--prompt: is not UTF-8, which this model's tokenizer reads; convert it") from problem
+        raise not_utf8("--prompt") from problem
     if not ids:
         raise UserError("--prompt: makes no token; give at least one character")
     return ids
@@ -147,11 +147,26 @@ def given_text(flag: str, value: str) -> str:
     return given_bytes(flag, value).decode("utf-8", "surrogateescape")
 
 
+def system_text(value: str) -> str:
+    """The text of --system, which the template takes with the prompt's."""
+    text = given_text("--system", value)
+    try:
+        text.encode()
+    except UnicodeError as problem:
+        raise not_utf8("--system") from problem
+    return text
+
+
+def not_utf8(flag: str) -> UserError:
+    """The refusal of a text that a tokenizer cannot read."""
+    return UserError(f"{flag}: is not UTF-8, which this model's tokenizer reads; convert it")
+
+
 def conversation(request: Request, prompt: str, folder: Path | None) -> str:
     """The prompt as the user's turn, behind --system."""
     turns: list[Message] = [{"role": "user", "content": prompt}]
     if request.system is not None:
-        turns.insert(0, {"role": "system", "content": given_text("--system", request.system)})
+        turns.insert(0, {"role": "system", "content": system_text(request.system)})
     return open_chat_template(folder).render(turns)
 
 
