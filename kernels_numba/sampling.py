@@ -20,6 +20,7 @@ from kernels_numba.machine import (
     shfl_xor,
     uint32,
 )
+from kernels_numba.norms import warp_sum
 from kernels_numba.philox import gumbel
 from kernels_numba.portable_math import exp_to_one
 
@@ -208,16 +209,6 @@ def block_sum(part):
     # The next turn of a loop writes what other warps may still read.
     cuda.syncthreads()
     return total
-
-
-@device
-def warp_sum(part):
-    """The sum over a warp by exchanges at distance 16, 8, 4, 2, 1: in every lane, the same bits."""
-    total = part + shfl_xor(part, 16)
-    total = total + shfl_xor(total, 8)
-    total = total + shfl_xor(total, 4)
-    total = total + shfl_xor(total, 2)
-    return total + shfl_xor(total, 1)
 
 
 # --- The best of them -------------------------------------------------------------------------------------------------

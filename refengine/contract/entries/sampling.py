@@ -15,7 +15,7 @@ from refengine.contract.gates import BOUND
 from refengine.contract.workbench import Array, Poison, Workbench, drawn
 from refengine.verify.sampling_oracle import candidates
 
-SAMPLING = "kernels_numba.sampling"
+SAMPLING, NORMS = "kernels_numba.sampling", "kernels_numba.norms"
 THREADS = 1024
 SETTINGS = (
     (1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 20, 1.0), (1.3, 0, 0.9), (0.8, 40, 0.95), (30.0, 1, 1.0), (1.0, 0, 0.0),
@@ -91,7 +91,7 @@ class Sample(ByRow):
 
     name = "sample"
     kernels = ("sample_kernel",)
-    modules = (SAMPLING,)
+    modules = (SAMPLING, NORMS)
     axes = {"ids": ("row",)}
     by_row = ("logits", "seeds", "positions", "temperatures", "top_ks", "top_ps")
 
