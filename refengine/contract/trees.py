@@ -8,8 +8,9 @@ from typing import Self
 
 import numpy as np
 
-from refengine.contract.entry import Inputs
+from refengine.contract.entry import Control, Inputs
 from refengine.contract.gated_delta_net import ODD, REAL, TINY, StreamsCase
+from refengine.contract.gates import EXACT
 from refengine.contract.windows import path_table
 from refengine.contract.workbench import Array
 
@@ -130,6 +131,11 @@ def accepted_controls() -> list[AcceptedCase]:
     return [AcceptedCase(ODD, (12, 0, 5, 8), 2, kept=(4, 0, 2, 0)), AcceptedCase(ODD, (3, 0, 2), 2, kept=(2, 0, 1))]
 
 
+def accepted_inputs(case: AcceptedCase) -> Inputs:
+    """What says which rows are accepted."""
+    return {"last": case.last, "kept": np.array(case.kept, np.int32), "paths": case.path_table()}
+
+
 # --- Faults in inputs -------------------------------------------------------------------------------------------------
 
 
@@ -141,3 +147,8 @@ def other_path(inputs: Inputs) -> None:
 def fewer(inputs: Inputs) -> None:
     """The last row that the first stream accepts is left out."""
     inputs["kept"][0] -= 1
+
+
+ACCEPTED_CONTROLS = (
+    Control("the path of another row", EXACT, other_path), Control("one row too few accepted", EXACT, fewer),
+)  # fmt: skip

@@ -13,14 +13,14 @@ from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, 
 from refengine.contract.gated_delta_net import GDN, KEPT, ODD, REAL, SPARE_SLOTS, TINY, Heads, StreamsCase
 from refengine.contract.gates import EXACT
 from refengine.contract.trees import (
+    ACCEPTED_CONTROLS,
     CHAIN,
     DRAWN,
     AcceptedCase,
     TreesCase,
     accepted_cases,
     accepted_controls,
-    fewer,
-    other_path,
+    accepted_inputs,
 )
 from refengine.contract.windows import spared
 from refengine.contract.workbench import BF16, Array, Poison, Workbench
@@ -149,16 +149,14 @@ class CommitConvPath(CommitConv):
     def controls(self) -> Sequence[Control]:
         return [
             *super().controls(),
-            Control("the path of another row", EXACT, other_path),
-            Control("one row too few accepted", EXACT, fewer),
+            *ACCEPTED_CONTROLS,
         ]
 
     def inputs(self, case: StreamsCase, poison: Poison, seed: int) -> Inputs:
         inputs = super().inputs(case, poison, seed)
         if not isinstance(case, AcceptedCase):
             return inputs
-        accepted = {"last": case.last, "kept": np.array(case.kept, np.int32), "paths": case.path_table()}
-        return {**inputs, "mixed": spared(inputs["mixed"], poison), **accepted}
+        return {**inputs, "mixed": spared(inputs["mixed"], poison), **accepted_inputs(case)}
 
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         if not isinstance(case, AcceptedCase):

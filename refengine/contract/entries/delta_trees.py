@@ -13,14 +13,14 @@ from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, 
 from refengine.contract.gated_delta_net import GDN, HEAD, ODD, REAL, SPARE_SLOTS, TINY, StreamsCase, poisoned
 from refengine.contract.gates import EXACT
 from refengine.contract.trees import (
+    ACCEPTED_CONTROLS,
     CHAIN,
     DRAWN,
     AcceptedCase,
     TreesCase,
     accepted_cases,
     accepted_controls,
-    fewer,
-    other_path,
+    accepted_inputs,
 )
 from refengine.contract.windows import spared
 from refengine.contract.workbench import BF16, Array, Poison, Workbench
@@ -167,16 +167,14 @@ class Replay(OnTrees):
     def controls(self) -> Sequence[Control]:
         return [
             *(control for control in super().controls() if control.plant is not row_too_few),
-            Control("the path of another row", EXACT, other_path),
-            Control("one row too few accepted", EXACT, fewer),
+            *ACCEPTED_CONTROLS,
         ]
 
     def inputs(self, case: StreamsCase, poison: Poison, seed: int) -> Inputs:
         inputs = super().inputs(case, poison, seed)
         if not isinstance(case, AcceptedCase):
             return inputs
-        accepted = {"last": case.last, "kept": np.array(case.kept, np.int32), "paths": case.path_table()}
-        return {**inputs, **accepted}
+        return {**inputs, **accepted_inputs(case)}
 
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         if not isinstance(case, AcceptedCase):
