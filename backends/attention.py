@@ -1,11 +1,12 @@
 """Which attention kernels a pass takes, and how they are launched. Spec serving §0, attention §1, §2.
 
 The phase picks the kernels: prompts take prompt_attention, windows take decode_attention. ``Sizes.attention`` can send passes
-that hold a stream on pages to the scalar path instead, as an older engine did; its bits are others.
+that hold a stream on pages to the scalar path instead; its bits are others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def plan_pass(backend: Backend, phase: str, table: np.ndarray) -> DecodePlan | S
     """How the attention of a pass is cut; None: prompt_attention, which needs no plan."""
     heads = backend.shape.heads, backend.shape.kv_heads, backend.shape.head_dim
     if takes_scalar(backend.sizes.attention, phase, table):
-        return plan_scalar(table, *heads, own_rows(phase))
+        return plan_scalar(table, *heads, own="cache" if phase == PROMPT else "record")
     return None if phase == PROMPT else plan_decode(table, *heads)
 
 
@@ -47,27 +48,9 @@ def attend(backend: Backend, layer: int, q: Any, batch: Batch) -> Any:
         return out
     record = (None, None) if batch.phase == PROMPT else backend.record(layer, batch)
     rows = (batch.owners, batch.paths, batch.depths, *record)
-    operands: tuple[Any, ...] = (
-        out,
-        q,
-        *place,
-        *rows,
-        scale,
-        batch.scratch,
-        batch.plan,
-        backend.layout,
-        backend.sizes.kv,
-    )
-    if isinstance(batch.plan, ScalarPlan):
-        scalar_attention(*(*operands, own_rows(batch.phase)))
-    else:
-        decode_attention(*operands)
+    launch: Callable[..., None] = scalar_attention if isinstance(batch.plan, ScalarPlan) else decode_attention
+    launch(out, q, *place, *rows, scale, batch.scratch, batch.plan, backend.layout, backend.sizes.kv)
     return out
-
-
-def own_rows(phase: str) -> str:
-    """Where the keys of a pass's own rows lie, as the scalar path takes it."""
-    return "cache" if phase == PROMPT else "record"
 
 
 def attend_prompts(backend: Backend, out: Any, q: Any, place: tuple, scale: np.float32, batch: Batch) -> None:

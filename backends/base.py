@@ -202,10 +202,11 @@ class Backend(ABC):
         """int64 [L, S, 11]: the stream table of each attention layer, with its planes (without layers: one, as it is)."""
         layers = self.shape.attention_layers
         tables = np.repeat(table[None], max(1, len(layers)), axis=0)
-        for place, layer in enumerate(layers):
-            for row in tables[place]:
-                row[PAGE_WORDS] = self.shape.page_words(int(row[PTOK]), self.sizes.kv)
-                row[PLANES] = self.shape.planes(layer, int(row[PTOK]), self.sizes.kv)
+        for ptok in np.unique(table[:, PTOK]).tolist():
+            alike = np.flatnonzero(table[:, PTOK] == ptok)
+            tables[:, alike, PAGE_WORDS] = self.shape.page_words(ptok, self.sizes.kv)
+            for place, layer in enumerate(layers):
+                tables[place, alike[:, None], PLANES] = self.shape.planes(layer, ptok, self.sizes.kv)
         return tables
 
     # --- A pass -----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from kernels_numba.machine import (
     uint32,
 )
 from kernels_numba.portable_math import exp_to_one
-from kernels_numba.scalar_plan import ScalarPlan, check_own
+from kernels_numba.scalar_plan import ScalarPlan
 from kernels_numba.streams import (
     BASE,
     COMMITTED,
@@ -60,7 +60,7 @@ THREADS = LANES * HEADS
 
 def scalar_attention(
     out: Any, q: Any, arena: Any, pages: Any, streams: Any, rows: Any, paths: Any, depths: Any, k_record: Any,
-    v_record: Any, scale: np.float32, scratch: Any, plan: ScalarPlan, layout: Any, kv: str, own: str, stream: Any = None,
+    v_record: Any, scale: np.float32, scratch: Any, plan: ScalarPlan, layout: Any, kv: str, stream: Any = None,
 ) -> None:  # fmt: skip
     """Attention of every row of a launch: a pair of kernels, which document the arrays, for each slice of the plan.
 
@@ -72,12 +72,11 @@ def scalar_attention(
     """
     if tuple(out.shape) != (plan.rows, plan.heads, plan.D):
         raise ValueError(f"out {tuple(out.shape)}: the plan is for {(plan.rows, plan.heads, plan.D)}")
-    check_own(own)
-    if own == "cache":
+    if plan.own == "cache":
         paths, k_record, v_record = depths, q, q  # stand-ins: a kernel takes arrays, and this one reads none of them
     po, pm, pl = plan.carve(scratch)
     place, record = (arena, pages, streams), (k_record, v_record)
-    partial = decode_scalar.at(D=plan.D, G=plan.group, layout=layout, kv=kv, own=own)
+    partial = decode_scalar.at(D=plan.D, G=plan.group, layout=layout, kv=kv, own=plan.own)
     merge = decode_merge.at(D=plan.D)
     for first, size in plan.slices():
         own_rows = slice(first, first + size)

@@ -28,7 +28,7 @@ class ScalarPlan:
 
     slots: chunks of the longest stream. rows: W. most: rows of a slice. groups: int32 [S] of zeros: every partial is a
     chunk, as decode_merge is told. sliced: False puts all rows into one launch over the scratch of a slice, which does not
-    hold them: the fault that slices are for.
+    hold them: the fault that slices are for. own: one of OWN.
     """
 
     slots: int
@@ -37,6 +37,7 @@ class ScalarPlan:
     kv_heads: int
     D: int
     groups: Any
+    own: str
     most: int = MOST_SCALAR_ROWS
     sliced: bool = True
 
@@ -82,18 +83,13 @@ def plan_scalar(
     holds them, a window of more than 128 rows.
     """
     check_heads(heads, kv_heads, D)
-    check_own(own)
+    if own not in OWN:
+        raise ValueError(f"own {own!r}: use one of {', '.join(OWN)}")
     if own == "record":
         check_windows(streams)
     rows = len(row_streams(streams))
     slots = max((slots_of(int(s[COMMITTED]), int(s[ROWS]), 0) for s in streams), default=0)
-    return ScalarPlan(slots, rows, heads, kv_heads, D, np.zeros(len(streams), np.int32), most)
-
-
-def check_own(own: str) -> None:
-    """Refuse a place that keys of own rows cannot lie in."""
-    if own not in OWN:
-        raise ValueError(f"own {own!r}: use one of {', '.join(OWN)}")
+    return ScalarPlan(slots, rows, heads, kv_heads, D, np.zeros(len(streams), np.int32), own, most)
 
 
 def pass_tables(streams: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

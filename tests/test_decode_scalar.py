@@ -76,7 +76,7 @@ class Launch:
         records = self.records if self.own == "record" else (None, None)
         module.scalar_attention(
             out.array, self.q, self.cache.arena, self.cache.pages, self.cache.streams, *(tables or self.tables()),
-            *records, self.scale, inside, plan, self.layout, self.kv, self.own,
+            *records, self.scale, inside, plan, self.layout, self.kv,
         )  # fmt: skip
         assert (self.scratch[:GUARD] == MANY).all() and (self.scratch[-GUARD:] == MANY).all()
         assert (bits(self.cache.arena) == bits(before)).all()
@@ -304,7 +304,7 @@ def assert_slices(launch: Launch, on_trial: ModuleType = module) -> None:
     try:
         on_trial.scalar_attention(
             out, launch.q, launch.cache.arena, launch.cache.pages, streams, rows, paths, depths, k, v, launch.scale,
-            scratch, plan, launch.layout, "bf16", "record",
+            scratch, plan, launch.layout, "bf16",
         )  # fmt: skip
     finally:
         vars(on_trial).update(kernels)

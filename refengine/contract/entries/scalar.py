@@ -110,7 +110,6 @@ class DecodeScalar(AttentionEntry):
         modules[SCALAR].scalar_attention(
             out, q, *place, *rest, case.geometry.scale, scratch,
             replace(plan, groups=bench.input("groups", plan.groups)), modules[LAYOUT].LAYOUTS[case.layout], case.cache_kv,
-            case.own,
         )  # fmt: skip
 
     def exact(self, case: ScalarCase, inputs: Inputs) -> Bounds:
