@@ -13,16 +13,16 @@ from typing import Any
 from kernels_numba.gated_delta_net import (
     HEAD,
     THREADS,
+    add_outer4,
     decay_and_read,
     key_heads,
     load_pair_of_rows,
     state_rows,
     step_row,
     store_pair_of_rows,
-    update,
     words_of,
 )
-from kernels_numba.machine import cuda, float32, int64, kernel, lanewise
+from kernels_numba.machine import bf16_high, bf16_low, cuda, float32, int64, kernel, lanewise
 from kernels_numba.norms import warp_sum
 from kernels_numba.streams import FIRST, ROWS
 from kernels_numba.tree_plan import FROM_STATE, NOWHERE, ROW, SAVE, SAVED_SLOTS, SOURCE, TreeSchedule
@@ -130,3 +130,12 @@ def replay_kernel(states, qkv, decay, beta, streams, slots, paths, last, kept, *
             # dlt = (v - mem)·beta; s = s + k·dlt
             update(s, qkv, row, key_word, value_word, mem0, mem1, beta[row, head])
         store_pair_of_rows(states, s, place, lane * 4)
+
+
+@lanewise
+def update(s, qkv, row, key_word, value_word, mem0, mem1, b):
+    """s = s + k·((v - mem)·beta) for both rows."""
+    v = qkv[row, value_word]
+    low, high = qkv[row, key_word], qkv[row, key_word + 1]
+    add_outer4(s[0], low, high, (bf16_low(v) - mem0) * b)
+    add_outer4(s[1], low, high, (bf16_high(v) - mem1) * b)

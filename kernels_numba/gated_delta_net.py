@@ -434,18 +434,12 @@ def decay_and_read(s, qkv, row, key_word, g):
 @lanewise
 def update_and_read(s, qkv, row, query_word, key_word, value_word, mem0, mem1, b):
     """s = s + k·((v - mem)·beta); this lane's share of s·q for both rows."""
-    update(s, qkv, row, key_word, value_word, mem0, mem1, b)
-    low, high = qkv[row, query_word], qkv[row, query_word + 1]
-    return dot4(s[0], low, high), dot4(s[1], low, high)
-
-
-@lanewise
-def update(s, qkv, row, key_word, value_word, mem0, mem1, b):
-    """s = s + k·((v - mem)·beta) for both rows."""
     v = qkv[row, value_word]
     low, high = qkv[row, key_word], qkv[row, key_word + 1]
     add_outer4(s[0], low, high, (bf16_low(v) - mem0) * b)
     add_outer4(s[1], low, high, (bf16_high(v) - mem1) * b)
+    low, high = qkv[row, query_word], qkv[row, query_word + 1]
+    return dot4(s[0], low, high), dot4(s[1], low, high)
 
 
 @lanewise
