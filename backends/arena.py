@@ -62,20 +62,41 @@ class CacheShape:
         k_exp = k + 2 * plane
         return k, k + plane, k_exp if exponents else 0, k_exp + exponents if exponents else 0
 
+    @property
+    def state_words(self) -> int:
+        """Words of a layer's recurrent state."""
+        return aligned(self.value_heads * self.value_dim * self.key_dim)
+
+    @property
+    def history_words(self) -> int:
+        """Words of a layer's convolution history."""
+        return aligned(-(-self.conv_rows * self.conv_channels // 2))
+
+    @property
+    def run_words(self) -> int:
+        """Words of a stream's run: each linear layer's state, then its history."""
+        return len(self.linear_layers) * (self.state_words + self.history_words)
+
+    def state_offset(self, layer: int) -> int:
+        """Word of a run at which a layer's state starts."""
+        return self.linear_layers.index(layer) * (self.state_words + self.history_words)
+
+    def history_offset(self, layer: int) -> int:
+        """Word of a run at which a layer's history starts."""
+        return self.state_offset(layer) + self.state_words
+
 
 def part_words(shape: CacheShape, streams: int, cache_words: int, rows: int) -> dict[str, int]:
     """Words of each part of an arena, in order."""
-    states = len(shape.linear_layers) * streams
     return {
         "cache": aligned(cache_words),
-        "states": states * shape.value_heads * shape.value_dim * shape.key_dim,
-        "histories": aligned(states * shape.conv_rows * shape.conv_channels // 2),
+        "runs": streams * shape.run_words,
         "records": len(shape.attention_layers) * 2 * rows * shape.kv_heads * shape.head_dim // 2,
     }
 
 
 class Arena:
-    """Cache pages from the bottom; above them each stream's recurrent state, convolution history and window record.
+    """Cache pages from the bottom; above them each stream's run of recurrent states and histories, then the window record.
 
     shape: the model's. streams: how many have a place. cache_words: words for keys and values. rows: of all windows of one
     decode pass together, at most. xp: numpy or cupy. Everything starts as POISON.
@@ -92,22 +113,6 @@ class Arena:
         start = self.starts[name]
         return (
             self.words[start : start + int(np.prod(shape)) * np.dtype(dtype).itemsize // 4].view(dtype).reshape(shape)
-        )
-
-    @cached_property
-    def states(self) -> Any:
-        """float32 [linear layers, streams, value_heads, value_dim, key_dim]"""
-        s = self.shape
-        return self.part(
-            "states", np.float32, (len(s.linear_layers), self.streams, s.value_heads, s.value_dim, s.key_dim)
-        )
-
-    @cached_property
-    def histories(self) -> Any:
-        """bf16 [linear layers, streams, conv_rows, conv_channels]"""
-        s = self.shape
-        return self.part(
-            "histories", ml_dtypes.bfloat16, (len(s.linear_layers), self.streams, s.conv_rows, s.conv_channels)
         )
 
     @cached_property

@@ -151,8 +151,8 @@ class Backend(ABC):
         if not self.free_slots:
             raise BackendError(f"{self.name}: no stream is free; release one")
         stream = Stream(self, self.free_slots.pop(0), capacity)
-        self.arena.states[:, stream.slot] = 0
-        self.arena.histories[:, stream.slot] = 0
+        base = self.run_base(stream)
+        self.arena.words[base : base + self.shape.run_words] = 0
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -186,10 +186,16 @@ class Backend(ABC):
                 )
         self.grow(ends)
 
+    def run_base(self, stream: Stream) -> int:
+        """The word of the arena at which the stream's run starts: its recurrent states and histories."""
+        return self.arena.starts["runs"] + stream.slot * self.shape.run_words
+
     def linear_layer(self, layer: int) -> tuple[Any, Any]:
-        """(states [slots, HV, DV, DK] float32, histories [slots, 3, C] bf16) of a linear layer."""
-        index = self.shape.linear_layers.index(layer)
-        return self.arena.states[index], self.arena.histories[index]
+        """The arena from a linear layer's place in a run on: (float32 [words], bf16 [2 · words]), so that its state and history
+        of a stream start at word ``run_base`` of them.
+        """
+        words, shape = self.arena.words, self.shape
+        return words[shape.state_offset(layer) :].view(np.float32), words[shape.history_offset(layer) :].view(BF16)
 
     def stream_row(self, stream: Stream, first: int, rows: int) -> list[int]:
         """The stream's row of the stream table; the planes are layer_tables' to add."""
@@ -281,22 +287,22 @@ class Backend(ABC):
     ) -> Batch:
         """A batch with its tables on the device."""
         put = self.xp.asarray
-        streams, slots = put(self.layer_tables(table)), put(np.array([s.slot for s in members], np.int32))
+        streams, runs = put(self.layer_tables(table)), put(np.array([self.run_base(s) for s in members], np.int64))
         plan = plan_pass(self, phase, table)
         cut = (None, None) if plan is None else (plan.to(self.xp), self.xp.empty(plan.scratch_size, dtype=np.float32))
         if phase == PROMPT:
             owners, depths = pass_tables(table)
-            return Batch(phase, members, table, streams, put(owners), slots, None, put(depths), *cut)
+            return Batch(phase, members, table, streams, put(owners), runs, None, put(depths), *cut)
         lines = decode_plan.chain_tables(table) if parents is None else decode_plan.tree_tables(table, parents)
         owners, paths, depths = map(put, lines)
-        batch = Batch(phase, members, table, streams, owners, slots, paths, depths, *cut)
+        batch = Batch(phase, members, table, streams, owners, runs, paths, depths, *cut)
         if parents is None:
             return batch
         schedule = plan_trees(parents, table[:, FIRST].tolist()).to(self.xp)
         return replace(batch, parents=tuple(map(tuple, parents)), schedule=schedule)
 
     def layer_states(self, layer: int, batch: Batch) -> tuple[Any, Any]:
-        """linear_layer, for a pass; batch.slots says which slots are the batch's. Raises as check_current does."""
+        """linear_layer, for a pass; batch.runs says where the batch's runs start. Raises as check_current does."""
         self.check_current(batch)
         return self.linear_layer(layer)
 

@@ -28,8 +28,9 @@ class Batch:
     """The rows of one pass. rows: W rows, streams one after the other.
 
     table: int64 [S, 11], the stream table on the host; streams: int64 [L, S, 11] on the device, one for each attention layer
-    (if there are none, one without planes); owners: int32 [W], row -> stream; slots: int32 [S], place of the recurrent state;
-    depths: int32 [W], rows of its own stream that a row sees, itself included; decode: paths int32 [W, 128], which of them.
+    (if there are none, one without planes); owners: int32 [W], row -> stream; runs: int64 [S], words of the arena at which
+    the streams' runs start; depths: int32 [W], rows of its own stream that a row sees, itself included; decode: paths int32
+    [W, 128], which of them.
     plan and scratch: how the attention is cut; None where prompt_attention takes the rows.
     drafted: the rows are drafts, of which ``finish`` keeps what it is told; parents: of each stream's rows then, and schedule,
     the order in which the recurrent layers take them. linear: what a drafted pass holds of each linear layer until then.
@@ -40,7 +41,7 @@ class Batch:
     table: np.ndarray
     streams: Any
     owners: Any
-    slots: Any
+    runs: Any
     paths: Any = None
     depths: Any = None
     plan: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kernels_numba.decode_plan import MOST_ROWS
@@ -48,8 +49,10 @@ class Stream:
 
     def state(self, layer: int) -> tuple[Any, Any]:
         """(recurrent state [HV, DV, DK] float32, conv history [3, C] bf16) of a linear layer: the memory itself."""
+        shape, base = self.backend.shape, self.backend.run_base(self)
         states, histories = self.backend.linear_layer(layer)
-        return states[self.slot], histories[self.slot]
+        dims, rows = (shape.value_heads, shape.value_dim, shape.key_dim), (shape.conv_rows, shape.conv_channels)
+        return states[base:][: prod(dims)].reshape(dims), histories[2 * base :][: prod(rows)].reshape(rows)
 
     def release(self) -> None:
         """Give everything back. Raises BackendError the second time."""

@@ -17,7 +17,7 @@ from kernels_numba.gated_delta_net import (
     decay_and_read,
     key_heads,
     load_pair_of_rows,
-    state_rows,
+    state_word,
     step_row,
     store_pair_of_rows,
     words_of,
@@ -29,7 +29,7 @@ from kernels_numba.tree_plan import FROM_STATE, NOWHERE, ROW, SAVE, SAVED_SLOTS,
 
 
 def step_tree(
-    y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, slots: Any, schedule: TreeSchedule,
+    y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, runs: Any, schedule: TreeSchedule,
     stream: Any = None,
 ) -> None:  # fmt: skip
     """The delta rule of drafted windows: each row from the state after its parent. Changes no state.
@@ -39,11 +39,11 @@ def step_tree(
     value_heads = decay.shape[1]
     bound = step_tree_kernel.at(HK=key_heads(qkv, decay), HV=value_heads)
     grid = (streams.shape[0], value_heads, HEAD // 8)
-    bound[grid, THREADS, stream](y, state_rows(states), qkv, decay, beta, streams, slots, schedule.visits)
+    bound[grid, THREADS, stream](y, states, qkv, decay, beta, streams, runs, schedule.visits)
 
 
 def replay(
-    states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, slots: Any, paths: Any, last: Any, kept: Any,
+    states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, runs: Any, paths: Any, last: Any, kept: Any,
     stream: Any = None,
 ) -> None:  # fmt: skip
     """Advance each stream's state by the rows it accepts: paths[last[s], 0 .. kept[s] - 1]; kept[s] = 0: as it was.
@@ -53,24 +53,24 @@ def replay(
     value_heads = decay.shape[1]
     bound = replay_kernel.at(HK=key_heads(qkv, decay), HV=value_heads)
     grid = (streams.shape[0], value_heads, HEAD // 8)
-    bound[grid, THREADS, stream](state_rows(states), qkv, decay, beta, streams, slots, paths, last, kept)
+    bound[grid, THREADS, stream](states, qkv, decay, beta, streams, runs, paths, last, kept)
 
 
 # --- Step through a tree ----------------------------------------------------------------------------------------------
 
 
 @kernel
-def step_tree_kernel(y, states, qkv, decay, beta, streams, slots, visits, *, HK, HV):
+def step_tree_kernel(y, states, qkv, decay, beta, streams, runs, visits, *, HK, HV):
     """A warp takes two value rows of a head, as in step_kernel, and walks its stream's visits. Spec attention §5.2, §5.5.
 
-    y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 11]; slots: int32 [S]; visits: int32 [W, 3]. Launch: grid (S, HV, 16), 128 threads.
+    y: bf16 [W, HV·128]; states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
+    streams: int64 [S, 11]; runs: int64 [S]; visits: int32 [W, 3]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
     value = cuda.blockIdx.z * 8 + cuda.threadIdx.x // 32 * 2  # first value index of the warp
     query_word, key_word, value_word = words_of(head, lane, value, HK=HK, HV=HV)
-    place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
+    at = state_word(runs[owner], head, value) + lane * 4
     s = cuda.local.array((2, 4), float32)  # [value row, key index]
     saved = cuda.local.array((SAVED_SLOTS, 2, 4), float32)  # [slot, value row, key index]
     first = streams[owner, FIRST]
@@ -78,7 +78,7 @@ def step_tree_kernel(y, states, qkv, decay, beta, streams, slots, visits, *, HK,
         row, source, slot = first + visits[first + i, ROW], visits[first + i, SOURCE], visits[first + i, SAVE]
         # the state after the row's parent: the committed one, a saved one, or still in s
         if source == FROM_STATE:
-            load_pair_of_rows(s, states, place, lane * 4)
+            load_pair_of_rows(s, states, at)
         elif source >= 0:
             take_saved(s, saved, source)
         step_row(y, s, qkv, row, head, value, query_word, key_word, value_word, decay[row, head], beta[row, head])
@@ -107,21 +107,21 @@ def save(saved, s, slot):
 
 
 @kernel
-def replay_kernel(states, qkv, decay, beta, streams, slots, paths, last, kept, *, HK, HV):
+def replay_kernel(states, qkv, decay, beta, streams, runs, paths, last, kept, *, HK, HV):
     """A warp takes two value rows of a head, as in step_kernel; no row has an output. Spec attention §5.2, §5.5.
 
-    states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV]; streams: int64 [S, 11];
-    slots, last, kept: int32 [S]; paths: int32 [W, 128]. Launch: grid (S, HV, 16), 128 threads.
+    states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV]; streams: int64 [S, 11]; runs: int64 [S];
+    last, kept: int32 [S]; paths: int32 [W, 128]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
     value = cuda.blockIdx.z * 8 + cuda.threadIdx.x // 32 * 2  # first value index of the warp
     _, key_word, value_word = words_of(head, lane, value, HK=HK, HV=HV)
-    place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
+    at = state_word(runs[owner], head, value) + lane * 4
     n = int64(kept[owner])
     if n > 0:
         s = cuda.local.array((2, 4), float32)  # [value row, key index]
-        load_pair_of_rows(s, states, place, lane * 4)
+        load_pair_of_rows(s, states, at)
         for i in range(n):
             row = streams[owner, FIRST] + paths[last[owner], i]
             # s = s·g; mem = sum s·k
@@ -129,7 +129,7 @@ def replay_kernel(states, qkv, decay, beta, streams, slots, paths, last, kept, *
             mem0, mem1 = warp_sum(part0), warp_sum(part1)
             # dlt = (v - mem)·beta; s = s + k·dlt
             update(s, qkv, row, key_word, value_word, mem0, mem1, beta[row, head])
-        store_pair_of_rows(states, s, place, lane * 4)
+        store_pair_of_rows(states, s, at)
 
 
 @lanewise

@@ -1,20 +1,23 @@
 """Gated DeltaNet: causal convolution, gates, the delta rule (decode step and prompt chain) and the gated output norm.
 
-Spec attention §5; heads are 128 wide, value head h uses key head h // (HV / HK). A stream has two states in a layer:
+Spec attention §5; heads are 128 wide, value head h uses key head h // (HV / HK). What a stream keeps of the rows before
+is its *run*: words anywhere in an arena, in which each layer has its part, a state and a history. Kernels take the arena
+from two words on, those where a run that starts at word 0 has the layer's state and history:
 
-    states       float32 [slots, HV, 128, 128]   a row a value index, contiguous over the key index
-    conv_states  bf16 [slots, 3, C]              the last rows of the convolution's input, oldest first;
-                                                 C = (2·HK + HV)·128 channels in the order [q | k | v]
+    states       float32 [words]                 state [HV, 128, 128]: runs[s] + (head·128 + value)·128 + key
+    histories    bf16 [2 · words]                history [3, C]: its word runs[s] + row·C/2 + channel/2; the last rows of
+                                                 the convolution's input, oldest first
+    runs         int64 [S]                       stream -> word at which its run starts
 
-A new stream's slot holds zeros. By row of the launch (W rows of S streams):
+C = (2·HK + HV)·128 channels in the order [q | k | v]. A new stream's run holds zeros. By row of the launch (W rows of S
+streams):
 
     mixed        bf16 [W, C + HV·128 + 2·HV]     the input projection, a row is [q | k | v | z | b | a]
     qkv          bf16 [W, C]                     what the convolution makes of its first channels
     decay, beta  float32 [W, HV]
     y            bf16 [W, HV·128]
     rows         int32 [W]                       row -> stream
-    streams      int64 [S, 11]                   kernels_numba/streams.py; ROWS = 0: takes no part, keeps its states
-    slots        int32 [S]                       stream -> slot
+    streams      int64 [S, 11]                   kernels_numba/streams.py; ROWS = 0: takes no part, keeps its run
     paths        int32 [W, 128]                  of drafted windows: path entry -> window row, root first, the row last
     depths       int32 [W]                       entries of a row's path
     last, kept   int32 [S]                       the row of the launch whose path is accepted, and how much of it
@@ -61,11 +64,11 @@ THREADS = 128
 def conv(
     qkv: Any,
     mixed: Any,
-    conv_states: Any,
+    histories: Any,
     weight: Any,
     rows: Any,
     streams: Any,
-    slots: Any,
+    runs: Any,
     key_heads: int,
     stream: Any = None,
 ) -> None:
@@ -75,11 +78,11 @@ def conv(
     """
     heads = qkv.shape[1] // HEAD
     bound = conv_kernel.at(HK=key_heads, HV=heads - 2 * key_heads)
-    bound[(qkv.shape[0], -(-heads // 4)), THREADS, stream](qkv, mixed, conv_states, weight, rows, streams, slots)
+    bound[(qkv.shape[0], -(-heads // 4)), THREADS, stream](qkv, mixed, histories, weight, rows, streams, runs)
 
 
 def conv_path(
-    qkv: Any, mixed: Any, conv_states: Any, weight: Any, rows: Any, streams: Any, slots: Any, paths: Any, depths: Any,
+    qkv: Any, mixed: Any, histories: Any, weight: Any, rows: Any, streams: Any, runs: Any, paths: Any, depths: Any,
     key_heads: int, stream: Any = None,
 ) -> None:  # fmt: skip
     """``conv`` of drafted windows: the taps of a row lie on its own path, then in the stream's history.
@@ -90,24 +93,31 @@ def conv_path(
     heads = qkv.shape[1] // HEAD
     bound = conv_path_kernel.at(HK=key_heads, HV=heads - 2 * key_heads)
     grid = (qkv.shape[0], -(-heads // 4))
-    bound[grid, THREADS, stream](qkv, mixed, conv_states, weight, rows, streams, slots, paths, depths)
+    bound[grid, THREADS, stream](qkv, mixed, histories, weight, rows, streams, runs, paths, depths)
 
 
-def commit_conv(conv_states: Any, mixed: Any, streams: Any, slots: Any, stream: Any = None) -> None:
-    """conv_states[slot] = the last three rows of [its three rows | the stream's ROWS rows of mixed]."""
-    grid = (streams.shape[0], -(-conv_states.shape[2] // (2 * THREADS)))
-    commit_conv_kernel.at()[grid, THREADS, stream](conv_states, mixed, streams, slots)
+def commit_conv(histories: Any, mixed: Any, streams: Any, runs: Any, channels: int, stream: Any = None) -> None:
+    """A stream's history = the last three rows of [its history | the stream's ROWS rows of mixed]. channels: C."""
+    bound = commit_conv_kernel.at(C=channels)
+    bound[(streams.shape[0], history_blocks(channels)), THREADS, stream](histories, mixed, streams, runs)
 
 
 def commit_conv_path(
-    conv_states: Any, mixed: Any, streams: Any, slots: Any, paths: Any, last: Any, kept: Any, stream: Any = None
-) -> None:
-    """conv_states[slot] = the last three rows of [its three rows | the stream's accepted rows, in the path's order].
+    histories: Any, mixed: Any, streams: Any, runs: Any, paths: Any, last: Any, kept: Any, channels: int,
+    stream: Any = None,
+) -> None:  # fmt: skip
+    """A stream's history = the last three rows of [its history | the stream's accepted rows, in the path's order].
 
-    The accepted rows are paths[last[s], 0 .. kept[s] - 1]; kept[s] = 0 changes nothing.
+    The accepted rows are paths[last[s], 0 .. kept[s] - 1]; kept[s] = 0 changes nothing. channels: C.
     """
-    grid = (streams.shape[0], -(-conv_states.shape[2] // (2 * THREADS)))
-    commit_conv_path_kernel.at()[grid, THREADS, stream](conv_states, mixed, streams, slots, paths, last, kept)
+    bound = commit_conv_path_kernel.at(C=channels)
+    grid = (streams.shape[0], history_blocks(channels))
+    bound[grid, THREADS, stream](histories, mixed, streams, runs, paths, last, kept)
+
+
+def history_blocks(channels: int) -> int:
+    """Blocks that take a history's channels, two a thread."""
+    return -(-channels // (2 * THREADS))
 
 
 def gates(decay: Any, beta: Any, mixed: Any, a_log: Any, dt_bias: Any, key_heads: int, stream: Any = None) -> None:
@@ -120,7 +130,7 @@ def gates(decay: Any, beta: Any, mixed: Any, a_log: Any, dt_bias: Any, key_heads
 
 
 def step(
-    y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, slots: Any, commit: bool, stream: Any = None
+    y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, runs: Any, commit: bool, stream: Any = None
 ) -> None:
     """The delta rule as decode computes it: a stream's rows in order; its state is written back if ``commit``.
 
@@ -129,10 +139,10 @@ def step(
     value_heads = decay.shape[1]
     bound = step_kernel.at(HK=key_heads(qkv, decay), HV=value_heads, COMMIT=commit)
     grid = (streams.shape[0], value_heads, HEAD // 8)
-    bound[grid, THREADS, stream](y, state_rows(states), qkv, decay, beta, streams, slots)
+    bound[grid, THREADS, stream](y, states, qkv, decay, beta, streams, runs)
 
 
-def chain(y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, slots: Any, stream: Any = None) -> None:
+def chain(y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, runs: Any, stream: Any = None) -> None:
     """The delta rule as prompts compute it: a stream's rows in order, any number; its state is written back.
 
     y: bf16 [W, HV·128], written. A row's bits do not depend on how a prompt is cut into launches.
@@ -140,7 +150,7 @@ def chain(y: Any, states: Any, qkv: Any, decay: Any, beta: Any, streams: Any, sl
     value_heads = decay.shape[1]
     bound = chain_kernel.at(HK=key_heads(qkv, decay), HV=value_heads)
     grid = (streams.shape[0], value_heads)
-    bound[grid, 2 * HEAD, stream](y, state_rows(states), qkv, decay, beta, streams, slots)
+    bound[grid, 2 * HEAD, stream](y, states, qkv, decay, beta, streams, runs)
 
 
 def gated_norm(
@@ -157,13 +167,6 @@ def gated_norm(
     bound[(y.shape[0], -(-value_heads // 4)), THREADS, stream](out, y, mixed, gain, np.float32(eps))
 
 
-def state_rows(states: Any) -> Any:
-    """[slots, HV, 128, 128] as [slots·HV·128, 128], the same memory."""
-    if not states.flags.c_contiguous:
-        raise KernelError("gated_delta_net: states are not C-contiguous, a copy would not be written back")
-    return states.reshape(-1, HEAD)
-
-
 def key_heads(qkv: Any, decay: Any) -> int:
     """HK from the channels and HV."""
     return (qkv.shape[1] // HEAD - decay.shape[1]) // 2
@@ -173,11 +176,11 @@ def key_heads(qkv: Any, decay: Any) -> int:
 
 
 @kernel
-def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV):
+def conv_kernel(qkv, mixed, histories, weight, rows, streams, runs, *, HK, HV):
     """A warp takes one row's head of 128 channels, a lane four channels. Spec attention §5.1.
 
-    qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows: int32 [W];
-    streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (W, heads / 4), 128 threads.
+    qkv: bf16 [W, C]; mixed: bf16 [W, columns]; histories: bf16 [2 · words]; weight: bf16 [C, 4]; rows: int32 [W];
+    streams: int64 [S, 11]; runs: int64 [S]. Launch: grid (W, heads / 4), 128 threads.
     """
     row = cuda.blockIdx.x
     head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32  # of [q heads | k heads | v heads]
@@ -185,15 +188,17 @@ def conv_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, *, HK, HV
         owner = rows[row]
         first = streams[owner, FIRST]
         oldest, middle, newest = before_in_chain(first, row - first)
-        conv_head(qkv, mixed, conv_states, weight, slots[owner], oldest, middle, newest, row, head, HK=HK)
+        conv_head(
+            qkv, mixed, histories, weight, runs[owner], oldest, middle, newest, row, head, HK=HK, C=(2 * HK + HV) * HEAD
+        )
 
 
 @kernel
-def conv_path_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, paths, depths, *, HK, HV):
+def conv_path_kernel(qkv, mixed, histories, weight, rows, streams, runs, paths, depths, *, HK, HV):
     """As conv_kernel, with the taps of a row on its own path. Spec attention §5.1, §5.5.
 
-    qkv: bf16 [W, C]; mixed: bf16 [W, columns]; conv_states: bf16 [slots, 3, C]; weight: bf16 [C, 4]; rows, depths:
-    int32 [W]; streams: int64 [S, 11]; slots: int32 [S]; paths: int32 [W, 128]. Launch: grid (W, heads / 4), 128
+    qkv: bf16 [W, C]; mixed: bf16 [W, columns]; histories: bf16 [2 · words]; weight: bf16 [C, 4]; rows, depths:
+    int32 [W]; streams: int64 [S, 11]; runs: int64 [S]; paths: int32 [W, 128]. Launch: grid (W, heads / 4), 128
     threads.
     """
     row = cuda.blockIdx.x
@@ -201,16 +206,18 @@ def conv_path_kernel(qkv, mixed, conv_states, weight, rows, streams, slots, path
     if head < 2 * HK + HV:
         owner = rows[row]
         oldest, middle, newest = before_on_path(paths, row, streams[owner, FIRST], int64(depths[row]) - 1)
-        conv_head(qkv, mixed, conv_states, weight, slots[owner], oldest, middle, newest, row, head, HK=HK)
+        conv_head(
+            qkv, mixed, histories, weight, runs[owner], oldest, middle, newest, row, head, HK=HK, C=(2 * HK + HV) * HEAD
+        )
 
 
 @device
-def conv_head(qkv, mixed, conv_states, weight, slot, oldest, middle, newest, row, head, *, HK):
-    """One row's head by a warp; oldest, middle, newest: sources of the three rows before it."""
+def conv_head(qkv, mixed, histories, weight, run, oldest, middle, newest, row, head, *, HK, C):
+    """One row's head by a warp; run: its stream's; oldest, middle, newest: sources of the three rows before it."""
     lane = cuda.threadIdx.x % 32
     word = head * WORDS + lane * 2
-    c0, c1 = conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word)
-    c2, c3 = conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word + 1)
+    c0, c1 = conv_pair(mixed, histories, weight, run, oldest, middle, newest, row, word, C=C)
+    c2, c3 = conv_pair(mixed, histories, weight, run, oldest, middle, newest, row, word + 1, C=C)
     squares = warp_sum(((c0 * c0 + c1 * c1) + c2 * c2) + c3 * c3)
     inverse, divisor = head_scale(squares, head, HK=HK)
     qkv[row, word] = pack_bf16(c0 * inverse / divisor, c1 * inverse / divisor)
@@ -243,12 +250,12 @@ def path_source(paths, row, first, index):
 
 
 @lanewise
-def conv_pair(mixed, conv_states, weight, slot, oldest, middle, newest, row, word):
+def conv_pair(mixed, histories, weight, run, oldest, middle, newest, row, word, *, C):
     """bf16(silu(sum over taps)) of two neighbouring channels, widened; the oldest tap is added first."""
     even, odd = float32(0.0), float32(0.0)
-    even, odd = add_tap(even, odd, weight, word, 0, input_word(mixed, conv_states, slot, oldest, word))
-    even, odd = add_tap(even, odd, weight, word, 1, input_word(mixed, conv_states, slot, middle, word))
-    even, odd = add_tap(even, odd, weight, word, 2, input_word(mixed, conv_states, slot, newest, word))
+    even, odd = add_tap(even, odd, weight, word, 0, input_word(mixed, histories, run, oldest, word, C=C))
+    even, odd = add_tap(even, odd, weight, word, 1, input_word(mixed, histories, run, middle, word, C=C))
+    even, odd = add_tap(even, odd, weight, word, 2, input_word(mixed, histories, run, newest, word, C=C))
     even, odd = add_tap(even, odd, weight, word, 3, mixed[row, word])
     pair = pack_bf16(silu(even), silu(odd))
     return bf16_low(pair), bf16_high(pair)
@@ -261,9 +268,9 @@ def add_tap(even, odd, weight, word, j, pair):
 
 
 @lanewise
-def input_word(mixed, conv_states, slot, source, word):
+def input_word(mixed, histories, run, source, word, *, C):
     """Two channels of the convolution's input at a source, see chain_source."""
-    return mixed[source, word] if source >= 0 else conv_states[slot, source + (TAPS - 1), word]
+    return mixed[source, word] if source >= 0 else histories[run + (source + (TAPS - 1)) * (C // 2) + word]
 
 
 @lanewise
@@ -281,44 +288,44 @@ def head_scale(squares, head, *, HK):
 
 
 @kernel
-def commit_conv_kernel(conv_states, mixed, streams, slots):
+def commit_conv_kernel(histories, mixed, streams, runs, *, C):
     """A thread takes two channels of a stream: it reads all three rows before it writes one.
 
-    conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; slots: int32 [S].
+    histories: bf16 [2 · words]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; runs: int64 [S].
     Launch: grid (S, C / 256), 128 threads.
     """
+    owner = cuda.blockIdx.x
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-    if word < conv_states.shape[2]:
-        slot, first, n = slots[cuda.blockIdx.x], streams[cuda.blockIdx.x, FIRST], streams[cuda.blockIdx.x, ROWS]
-        oldest, middle, newest = before_in_chain(first, n)
-        shift_history(conv_states, mixed, slot, oldest, middle, newest, word)
+    if word < C // 2:
+        oldest, middle, newest = before_in_chain(streams[owner, FIRST], streams[owner, ROWS])
+        shift_history(histories, mixed, runs[owner], oldest, middle, newest, word, C=C)
 
 
 @kernel
-def commit_conv_path_kernel(conv_states, mixed, streams, slots, paths, last, kept):
+def commit_conv_path_kernel(histories, mixed, streams, runs, paths, last, kept, *, C):
     """As commit_conv_kernel, of the rows that were accepted: the first ``kept`` of the path of row ``last``. Spec
     attention §5.5.
 
-    conv_states: bf16 [slots, 3, C]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; slots, last, kept: int32 [S];
-    paths: int32 [W, 128]. Launch: grid (S, C / 256), 128 threads.
+    histories: bf16 [2 · words]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; runs: int64 [S]; paths: int32 [W, 128];
+    last, kept: int32 [S]. Launch: grid (S, C / 256), 128 threads.
     """
     owner = cuda.blockIdx.x
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
     n = int64(kept[owner])
-    if n > 0 and word < conv_states.shape[2]:
+    if n > 0 and word < C // 2:
         oldest, middle, newest = before_on_path(paths, last[owner], streams[owner, FIRST], n)
-        shift_history(conv_states, mixed, slots[owner], oldest, middle, newest, word)
+        shift_history(histories, mixed, runs[owner], oldest, middle, newest, word, C=C)
 
 
 @device
-def shift_history(conv_states, mixed, slot, oldest, middle, newest, word):
+def shift_history(histories, mixed, run, oldest, middle, newest, word, *, C):
     """Two channels of a history become those of three input rows; all are read before one is written."""
-    pair0 = input_word(mixed, conv_states, slot, oldest, word)
-    pair1 = input_word(mixed, conv_states, slot, middle, word)
-    pair2 = input_word(mixed, conv_states, slot, newest, word)
-    conv_states[slot, 0, word] = pair0
-    conv_states[slot, 1, word] = pair1
-    conv_states[slot, 2, word] = pair2
+    pair0 = input_word(mixed, histories, run, oldest, word, C=C)
+    pair1 = input_word(mixed, histories, run, middle, word, C=C)
+    pair2 = input_word(mixed, histories, run, newest, word, C=C)
+    histories[run + word] = pair0
+    histories[run + C // 2 + word] = pair1
+    histories[run + 2 * (C // 2) + word] = pair2
 
 
 # --- Gates -----------------------------------------------------------------------------------------------------------
@@ -356,25 +363,25 @@ def element(matrix, row, column):
 
 
 @kernel
-def step_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV, COMMIT):
+def step_kernel(y, states, qkv, decay, beta, streams, runs, *, HK, HV, COMMIT):
     """A warp takes two value rows of a head, lane l the key indices 4l .. 4l + 3 of both. Spec attention §5.2.
 
-    y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (S, HV, 16), 128 threads.
+    y: bf16 [W, HV·128]; states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
+    streams: int64 [S, 11]; runs: int64 [S]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
     value = cuda.blockIdx.z * 8 + cuda.threadIdx.x // 32 * 2  # first value index of the warp
     query_word, key_word, value_word = words_of(head, lane, value, HK=HK, HV=HV)
-    place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
+    at = state_word(runs[owner], head, value) + lane * 4
     s = cuda.local.array((2, 4), float32)  # [value row, key index]
-    load_pair_of_rows(s, states, place, lane * 4)
+    load_pair_of_rows(s, states, at)
     first = streams[owner, FIRST]
     for i in range(streams[owner, ROWS]):
         row = first + i
         step_row(y, s, qkv, row, head, value, query_word, key_word, value_word, decay[row, head], beta[row, head])
     if COMMIT:
-        store_pair_of_rows(states, s, place, lane * 4)
+        store_pair_of_rows(states, s, at)
 
 
 @lanewise
@@ -400,19 +407,25 @@ def step_row(y, s, qkv, row, head, value, query_word, key_word, value_word, g, b
 
 
 @lanewise
-def load_pair_of_rows(s, states, place, column):
-    """Four elements of two neighbouring rows."""
+def state_word(run, head, value):
+    """The word of ``states`` at which a value row starts."""
+    return run + (int64(head) * HEAD + value) * HEAD
+
+
+@lanewise
+def load_pair_of_rows(s, states, at):
+    """Four elements of two neighbouring rows, from word ``at`` of the first on."""
     for r in range(2):
         for i in range(4):
-            s[r, i] = states[place + r, column + i]
+            s[r, i] = states[at + r * HEAD + i]
 
 
 @device
-def store_pair_of_rows(states, s, place, column):
+def store_pair_of_rows(states, s, at):
     """load_pair_of_rows the other way."""
     for r in range(2):
         for i in range(4):
-            states[place + r, column + i] = s[r, i]
+            states[at + r * HEAD + i] = s[r, i]
 
 
 @lanewise
@@ -455,20 +468,20 @@ def add_outer4(s, low, high, delta):
 
 
 @kernel
-def chain_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV):
+def chain_kernel(y, states, qkv, decay, beta, streams, runs, *, HK, HV):
     """A block takes a head, two threads a value row: thread ``half`` the keys 8j + 4·half + 0 .. 3. Spec attention §5.3.
 
-    y: bf16 [W, HV·128]; states: float32 [slots·HV·128, 128]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 11]; slots: int32 [S]. Launch: grid (S, HV), 256 threads.
+    y: bf16 [W, HV·128]; states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
+    streams: int64 [S, 11]; runs: int64 [S]. Launch: grid (S, HV), 256 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     value, half = cuda.threadIdx.x // 2, cuda.threadIdx.x % 2
     query_word = head // (HV // HK) * WORDS + half * 2
     key_word = query_word + HK * WORDS
     value_at = (2 * HK + head) * HEAD + value
-    place = (int64(slots[owner]) * HV + head) * HEAD + value  # row of states
+    at = state_word(runs[owner], head, value) + half * 4
     s = cuda.local.array(64, float32)  # [(j, i)], key index 8j + 4·half + i
-    load_half_row(s, states, place, half * 4)
+    load_half_row(s, states, at)
     first = streams[owner, FIRST]
     for i in range(streams[owner, ROWS]):
         row = first + i
@@ -484,15 +497,15 @@ def chain_kernel(y, states, qkv, decay, beta, streams, slots, *, HK, HV):
             y[row, head * WORDS + value // 2] = pack_bf16(out, neighbour)
     for j in range(16):
         for i in range(4):
-            states[place, half * 4 + 8 * j + i] = s[4 * j + i]
+            states[at + 8 * j + i] = s[4 * j + i]
 
 
 @lanewise
-def load_half_row(s, states, place, column):
-    """Every other four elements of a row of the state."""
+def load_half_row(s, states, at):
+    """Every other four elements of a row of the state, from word ``at`` on."""
     for j in range(16):
         for i in range(4):
-            s[4 * j + i] = states[place, column + 8 * j + i]
+            s[4 * j + i] = states[at + 8 * j + i]
 
 
 @lanewise

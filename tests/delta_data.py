@@ -1,4 +1,4 @@
-"""What tests of Gated DeltaNet share: weights, states among slots of nobody, stream tables, rows. HK, HV: the heads of all."""
+"""What tests of Gated DeltaNet share: weights, runs among runs of nobody, stream tables, rows. HK, HV: the heads of all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from kernels_numba.streams import COLUMNS, FIRST, ROWS
 HK, HV = 2, 4
 C = (2 * HK + HV) * 128
 COLUMNS_MIXED = C + HV * 128 + 2 * HV
+STATE, HISTORY, GAP = HV * 128 * 128, 3 * C // 2, 12
+"""Words of a state, of a history, and of nobody's before each run and after the last."""
+STRIDE = GAP + STATE + HISTORY
+NOBODY = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -33,39 +37,72 @@ def weights() -> Weights:
 
 @dataclass(frozen=True)
 class Layer:
-    """The states of one layer, NaN in the slots that nobody owns.
+    """One layer's part of an arena: runs, each a state and a history, among NaN that nobody owns.
 
-    states: float32 [slots, HV, 128, 128]; history: bf16 [slots, 3, C]; slots: int32 [S].
+    memory: uint32 [words]. slots: int32 [S], which run is whose.
     """
 
-    states: np.ndarray
-    history: np.ndarray
+    memory: np.ndarray
     slots: np.ndarray
 
+    @property
+    def runs(self) -> np.ndarray:
+        """int64 [S], as kernels take it."""
+        return GAP + self.slots.astype(np.int64) * STRIDE
+
+    @property
+    def state_words(self) -> np.ndarray:
+        """float32 [words], as kernels take it."""
+        return self.memory.view(np.float32)
+
+    @property
+    def history_words(self) -> np.ndarray:
+        """bf16 [2 · words], as kernels take it."""
+        return self.memory[STATE:].view(BF16)
+
+    @property
+    def states(self) -> np.ndarray:
+        """float32 [slots, HV, 128, 128], the same memory."""
+        return self.by_slot()[:, GAP : GAP + STATE].view(np.float32).reshape(-1, HV, 128, 128)
+
+    @property
+    def histories(self) -> np.ndarray:
+        """bf16 [slots, 3, C], the same memory."""
+        return self.by_slot()[:, GAP + STATE :].view(BF16).reshape(-1, 3, C)
+
+    def by_slot(self) -> np.ndarray:
+        return self.memory[:-GAP].reshape(-1, STRIDE)
+
     def copy(self) -> Layer:
-        return replace(self, states=self.states.copy(), history=self.history.copy())
+        return replace(self, memory=self.memory.copy())
 
     def stream(self, s: int) -> Layer:
+        """One of the streams, among the same runs."""
         return replace(self.copy(), slots=self.slots[s : s + 1].copy())
 
-    def owned(self) -> np.ndarray:
-        return np.isin(np.arange(len(self.states)), self.slots)
+    def alone(self, s: int) -> Layer:
+        """One of the streams, with no other run."""
+        made = Layer(np.full(STRIDE + GAP, NOBODY), np.zeros(1, np.int32))
+        made.by_slot()[:] = self.by_slot()[self.slots[s]]
+        return made
 
     def checked(self, before: Layer) -> Layer:
-        """Free slots as they were."""
-        assert_same_bits(self.states[~self.owned()], before.states[~self.owned()])
-        assert_same_bits(self.history[~self.owned()], before.history[~self.owned()])
+        """Every word that is no stream's as it was."""
+        nobodys = np.ones(len(self.memory), bool)
+        for run in self.runs:
+            nobodys[run : run + STATE + HISTORY] = False
+        assert_same_bits(self.memory[nobodys], before.memory[nobodys])
         return self
 
 
 def layer(streams: int, seed: int = 0) -> Layer:
+    """Runs in no order, two of nobody among them."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(streams + 2)[:streams].astype(np.int32)
-    states = np.full((streams + 2, HV, 128, 128), np.nan, np.float32)
-    history = np.full((streams + 2, 3, C), np.nan, BF16)
-    states[slots] = rng.standard_normal((streams, HV, 128, 128), np.float32) * np.float32(0.3)
-    history[slots] = normal(rng, streams, 3, C)
-    return Layer(states, history, slots)
+    made = Layer(np.full((streams + 2) * STRIDE + GAP, NOBODY), slots)
+    made.states[slots] = rng.standard_normal((streams, HV, 128, 128), np.float32) * np.float32(0.3)
+    made.histories[slots] = normal(rng, streams, 3, C)
+    return made
 
 
 def table(*rows: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -76,15 +76,15 @@ def walked(rows: Rows, at: Layer, parents: Parents, kernel=delta_trees.step_tree
     """y: bf16 [W, HV·128]; the states stay as they are."""
     y, before, streams = Output((len(rows.qkv), HV * 128)), at.copy(), table(*counts(parents))[0]
     schedule = plan_trees(parents, streams[:, 0].tolist())
-    args = (rows.qkv, rows.decay, rows.beta, streams, at.slots, schedule.visits)
-    kernel.at(HK=HK, HV=HV)[(len(parents), HV, 16), gdn.THREADS](y.array, at.states.reshape(-1, 128), *args)
-    assert_same_bits(at.states, before.states)
+    args = (rows.qkv, rows.decay, rows.beta, streams, at.runs, schedule.visits)
+    kernel.at(HK=HK, HV=HV)[(len(parents), HV, 16), gdn.THREADS](y.array, at.state_words, *args)
+    assert_same_bits(at.memory, before.memory)
     return y.checked()
 
 
 def stepped(rows: Rows, at: Layer, *rows_of: int, commit: bool) -> np.ndarray:
     y = Output((len(rows.qkv), HV * 128))
-    gdn.step(y.array, at.states, rows.qkv, rows.decay, rows.beta, table(*rows_of)[0], at.slots, commit)
+    gdn.step(y.array, at.state_words, rows.qkv, rows.decay, rows.beta, table(*rows_of)[0], at.runs, commit)
     return y.checked()
 
 
@@ -92,16 +92,10 @@ def row_by_row(rows: Rows, before: Layer, parents: Parents) -> np.ndarray:
     """Each row alone, in a state of its own that its parent's row has left."""
     y, after = np.empty((len(rows.qkv), HV * 128), BF16), []
     for row, (path, owner) in enumerate(zip(paths_of(parents), owners(parents), strict=True)):
-        at = after[path[-2]].copy() if len(path) > 1 else one_slot(before, owner)
+        at = after[path[-2]].copy() if len(path) > 1 else before.alone(owner)
         y[row] = stepped(rows.cut(row, row + 1), at, 1, commit=True)[0]
         after.append(at)
     return y
-
-
-def one_slot(at: Layer, stream: int) -> Layer:
-    """A stream's states alone."""
-    slot = slice(at.slots[stream], at.slots[stream] + 1)
-    return Layer(at.states[slot].copy(), at.history[slot].copy(), np.zeros(1, np.int32))
 
 
 @DRAWN
@@ -175,7 +169,7 @@ def test_the_host_function_launches_the_walk() -> None:
     rows, at, y = delta_rows(sum(counts(TREES))), layer(len(TREES)), Output((sum(counts(TREES)), HV * 128))
     streams = table(*counts(TREES))[0]
     schedule = plan_trees(TREES, streams[:, 0].tolist()).to(np)
-    delta_trees.step_tree(y.array, at.states, rows.qkv, rows.decay, rows.beta, streams, at.slots, schedule)
+    delta_trees.step_tree(y.array, at.state_words, rows.qkv, rows.decay, rows.beta, streams, at.runs, schedule)
     assert_same_bits(y.checked(), walked(rows, at, TREES))
 
 
@@ -187,7 +181,7 @@ def replayed(rows: Rows, before: Layer, parents: Parents, kept: Sequence[int], r
     at, streams = before.copy(), table(*counts(parents))[0]
     _, paths, _ = tree_tables(streams, parents)
     last, most, _ = chosen(parents, kept)
-    run(at.states, rows.qkv, rows.decay, rows.beta, streams, at.slots, paths, last, most)
+    run(at.state_words, rows.qkv, rows.decay, rows.beta, streams, at.runs, paths, last, most)
     return at.checked(before)
 
 
@@ -249,7 +243,7 @@ def test_red_when_a_replay_is_wrong(old: str, new: str) -> None:
     mutant = mutate(delta_trees.replay_kernel, old, new)
 
     def run(states: np.ndarray, *given_arrays: np.ndarray) -> None:
-        mutant.at(HK=HK, HV=HV)[(len(TREES), HV, 16), gdn.THREADS](states.reshape(-1, 128), *given_arrays)
+        mutant.at(HK=HK, HV=HV)[(len(TREES), HV, 16), gdn.THREADS](states, *given_arrays)
 
     found, kept = replayed(rows, before, TREES, [4, 0, 4, 2], run), [4, 0, 4, 2]
     wanted = replayed(rows, before, TREES, kept)
@@ -262,21 +256,21 @@ def test_red_when_a_replay_is_wrong(old: str, new: str) -> None:
 def convolved(mixed: np.ndarray, at: Layer, parents: Parents, kernel=gdn.conv_path_kernel) -> np.ndarray:
     out, streams = Output((len(mixed), C)), table(*counts(parents))[0]
     rows, paths, depths = tree_tables(streams, parents)
-    args = (mixed, at.history, weights().taps, rows, streams, at.slots, paths, depths)
+    args = (mixed, at.history_words, weights().taps, rows, streams, at.runs, paths, depths)
     kernel.at(HK=HK, HV=HV)[(len(mixed), 2), gdn.THREADS](out.array, *args)
     return out.checked()
 
 
 def plain(mixed: np.ndarray, at: Layer, *rows_of: int) -> np.ndarray:
     out, (streams, rows) = Output((len(mixed), C)), table(*rows_of)
-    gdn.conv(out.array, mixed, at.history, weights().taps, rows, streams, at.slots, HK)
+    gdn.conv(out.array, mixed, at.history_words, weights().taps, rows, streams, at.runs, HK)
     return out.checked()
 
 
 def kept_history(mixed: np.ndarray, before: Layer, parents: Parents, kept: Sequence[int]) -> Layer:
     at, streams = before.copy(), table(*counts(parents))[0]
     last, most, _ = chosen(parents, kept)
-    gdn.commit_conv_path(at.history, mixed, streams, at.slots, tree_tables(streams, parents)[1], last, most)
+    gdn.commit_conv_path(at.history_words, mixed, streams, at.runs, tree_tables(streams, parents)[1], last, most, C)
     return at.checked(before)
 
 
@@ -287,8 +281,8 @@ def test_a_convolved_row_of_a_tree_equals_the_row_alone_behind_its_ancestors(par
     mixed, at = mixed_rows(sum(counts(parents)), seed), layer(len(parents), seed)
     found = convolved(mixed, at, parents)
     for row, (path, owner) in enumerate(zip(paths_of(parents), owners(parents), strict=True)):
-        alone = one_slot(at, owner)
-        gdn.commit_conv(alone.history, mixed[path[:-1]], table(len(path) - 1)[0], alone.slots)
+        alone = at.alone(owner)
+        gdn.commit_conv(alone.history_words, mixed[path[:-1]], table(len(path) - 1)[0], alone.runs, C)
         assert_same_bits(plain(mixed[row : row + 1], alone, 1)[0], found[row])
 
 
@@ -303,7 +297,7 @@ def test_the_host_function_launches_the_convolution() -> None:
     mixed, at, out = mixed_rows(sum(counts(TREES))), layer(len(TREES)), Output((sum(counts(TREES)), C))
     streams = table(*counts(TREES))[0]
     rows, paths, depths = tree_tables(streams, TREES)
-    gdn.conv_path(out.array, mixed, at.history, weights().taps, rows, streams, at.slots, paths, depths, HK)
+    gdn.conv_path(out.array, mixed, at.history_words, weights().taps, rows, streams, at.runs, paths, depths, HK)
     assert_same_bits(out.checked(), convolved(mixed, at, TREES))
 
 
@@ -312,7 +306,7 @@ def test_a_committed_path_leaves_its_last_three_rows(kept: tuple[int, ...]) -> N
     mixed, before = mixed_rows(sum(counts(TREES))), layer(len(TREES))
     at = kept_history(mixed, before, TREES, kept)
     for slot, path in zip(at.slots, chosen(TREES, kept)[2], strict=True):
-        assert_same_bits(at.history[slot], np.concatenate([before.history[slot], mixed[path, :C]])[-3:])
+        assert_same_bits(at.histories[slot], np.concatenate([before.histories[slot], mixed[path, :C]])[-3:])
 
 
 @pytest.mark.parametrize(

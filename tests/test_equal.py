@@ -102,7 +102,7 @@ def test_red_2_when_a_row_depends_on_its_neighbour(capsys, monkeypatch):
     def neighbour(self, layer, batch):
         states, histories = layer_states(self, layer, batch)
         if batch.phase == DECODE and len(batch.members) > 1:
-            states[1, 0, 0, 0] += states[0, 0, 0, 0]
+            states[batch.runs[1]] += states[batch.runs[0]]
         return states, histories
 
     monkeypatch.setattr(Backend, "layer_states", neighbour)
@@ -150,7 +150,8 @@ def test_red_5a_when_a_pass_forgets_the_convolution_s_history(capsys, monkeypatc
 
     def forgetful(self, phase, members, table, parents=None):
         if phase == PROMPT:
-            self.arena.histories[:, [stream.slot for stream in members]] = 0
+            for history in (stream.state(layer)[1] for stream in members for layer in self.shape.linear_layers):
+                history[:] = 0
         return tables(self, phase, members, table, parents)
 
     monkeypatch.setattr(Backend, "tables", forgetful)

@@ -485,13 +485,14 @@ def test_streams_of_no_rows_keep_their_delta_rule_state(run):
     rng, counts = np.random.default_rng(0), (0, 5, 0, 4)
     qkv = normal(rng, 9, 3 * 128, scale=0.1)
     decay, beta = (rng.uniform(0.5, 1, (9, 1)).astype(np.float32) for _ in range(2))
-    states = rng.standard_normal((4, 1, 128, 128), np.float32)
+    states = rng.standard_normal((4, 128 * 128), np.float32)
 
     def launched(first: int, rows: Sequence[int], slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         streams = np.zeros((len(rows), COLUMNS), np.int64)
         streams[:, 0], streams[:, 1] = np.cumsum([0, *rows])[:-1], rows
         stop, after, y = first + sum(rows), states.copy(), Output((sum(rows), 128))
-        run(y.array, after, qkv[first:stop], decay[first:stop], beta[first:stop], streams, np.array(slots, np.int32))
+        runs = np.array(slots, np.int64) * states.shape[1]
+        run(y.array, after.reshape(-1), qkv[first:stop], decay[first:stop], beta[first:stop], streams, runs)
         return y.checked(), after
 
     y, after = launched(0, counts, range(4))

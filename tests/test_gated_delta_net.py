@@ -1,6 +1,6 @@
 """Gated DeltaNet: each part within its derived bound; a row's bits depend on its stream's own past alone.
 
-Chunked equals one pass, row by row equals a window, together equals alone; slots of nobody are neither read nor
+Chunked equals one pass, row by row equals a window, together equals alone; runs of nobody are neither read nor
 written.
 """
 
@@ -29,14 +29,16 @@ def convolved(mixed: np.ndarray, at: Layer, *rows: int, kernel=gdn.conv_kernel) 
     streams, row_stream = table(*rows)
     out = Output((len(mixed), C))
     bound = kernel.at(HK=HK, HV=HV)
-    bound[(len(mixed), 2), gdn.THREADS](out.array, mixed, at.history, weights().taps, row_stream, streams, at.slots)
+    bound[(len(mixed), 2), gdn.THREADS](
+        out.array, mixed, at.history_words, weights().taps, row_stream, streams, at.runs
+    )
     return out.checked()
 
 
 def conv_fraction(found: np.ndarray, mixed: np.ndarray, at: Layer, *rows: int) -> float:
     edges = np.cumsum((0, *rows))
     parts = zip(at.slots, edges, edges[1:], strict=False)
-    oracle = [oracles.conv_qkv(at.history[s], mixed[a:b, :C], weights().taps, HK) for s, a, b in parts]
+    oracle = [oracles.conv_qkv(at.histories[s], mixed[a:b, :C], weights().taps, HK) for s, a, b in parts]
     return worst_fraction(found, *(np.concatenate(part) for part in zip(*oracle, strict=True)))
 
 
@@ -49,7 +51,7 @@ def test_the_convolution_lies_within_the_bound() -> None:
 def test_the_host_function_gives_the_kernel_its_heads() -> None:
     mixed, at, out = mixed_rows(5), layer(1), Output((5, C))
     streams, row_stream = table(5)
-    gdn.conv(out.array, mixed, at.history, weights().taps, row_stream, streams, at.slots, HK)
+    gdn.conv(out.array, mixed, at.history_words, weights().taps, row_stream, streams, at.runs, HK)
     assert_same_bits(out.checked(), convolved(mixed, at, 5))
 
 
@@ -60,7 +62,7 @@ def test_a_convolution_in_chunks_equals_one_pass(chunk: int) -> None:
     for first in range(0, 10, chunk):
         part = mixed[first : first + chunk]
         parts.append(convolved(part, at, len(part)))
-        gdn.commit_conv(at.history, part, table(len(part))[0], at.slots)
+        gdn.commit_conv(at.history_words, part, table(len(part))[0], at.runs, C)
     assert_same_bits(np.concatenate(parts), convolved(mixed, before, 10))
     at.checked(before)
 
@@ -69,10 +71,10 @@ def test_a_commit_keeps_the_last_three_rows() -> None:
     rows = (0, 1, 2, 3, 5)
     mixed, before = mixed_rows(11), layer(5)
     at = before.copy()
-    gdn.commit_conv(at.history, mixed, table(*rows)[0], at.slots)
+    gdn.commit_conv(at.history_words, mixed, table(*rows)[0], at.runs, C)
     edges = np.cumsum((0, *rows))
     for slot, first, stop in zip(at.slots, edges, edges[1:], strict=False):
-        assert_same_bits(at.history[slot], np.concatenate([before.history[slot], mixed[first:stop, :C]])[-3:])
+        assert_same_bits(at.histories[slot], np.concatenate([before.histories[slot], mixed[first:stop, :C]])[-3:])
     at.checked(before)
 
 
@@ -80,8 +82,8 @@ def test_red_when_the_history_is_one_row_stale() -> None:
     mixed, at = mixed_rows(5), layer(1)
     mutant = mutate(
         gdn.conv_kernel,
-        "conv_states[slot, source + (TAPS - 1), word]",
-        "conv_states[slot, max(source + (TAPS - 2), 0), word]",
+        "histories[run + (source + (TAPS - 1)) * (C // 2) + word]",
+        "histories[run + max(source + (TAPS - 2), 0) * (C // 2) + word]",
     )
     assert conv_fraction(convolved(mixed, at, 5, kernel=mutant), mixed, at, 5) > 1
 
@@ -112,16 +114,16 @@ def chained(rows: Rows, at: Layer, *counts: int, kernel=gdn.chain_kernel) -> np.
     """y: bf16 [W, HV·128]; the states change in place."""
     y, streams = Output((len(rows.qkv), HV * 128)), table(*counts)[0]
     bound = kernel.at(HK=HK, HV=HV)
-    args = (rows.qkv, rows.decay, rows.beta, streams, at.slots)
-    bound[(len(counts), HV), 256](y.array, at.states.reshape(-1, 128), *args)
+    args = (rows.qkv, rows.decay, rows.beta, streams, at.runs)
+    bound[(len(counts), HV), 256](y.array, at.state_words, *args)
     return y.checked()
 
 
 def stepped(rows: Rows, at: Layer, *counts: int, commit: bool = True, kernel=gdn.step_kernel) -> np.ndarray:
     y, streams = Output((len(rows.qkv), HV * 128)), table(*counts)[0]
     bound = kernel.at(HK=HK, HV=HV, COMMIT=commit)
-    args = (rows.qkv, rows.decay, rows.beta, streams, at.slots)
-    bound[(len(counts), HV, 16), gdn.THREADS](y.array, at.states.reshape(-1, 128), *args)
+    args = (rows.qkv, rows.decay, rows.beta, streams, at.runs)
+    bound[(len(counts), HV, 16), gdn.THREADS](y.array, at.state_words, *args)
     return y.checked()
 
 
@@ -170,7 +172,7 @@ def test_a_window_commits_nothing_until_its_accepted_rows_are_run_again() -> Non
     rows, before = delta_rows(9), layer(1)
     at, accepted = before.copy(), before.copy()
     drafted = stepped(rows, at, 9, commit=False)
-    assert_same_bits(at.states, before.states)
+    assert_same_bits(at.memory, before.memory)
     assert_same_bits(stepped(rows.cut(0, 4), at, 4), drafted[:4])
     stepped(rows.cut(0, 4), accepted, 4)
     assert_same_bits(at.states, accepted.states)
@@ -195,7 +197,7 @@ def test_the_host_functions_launch_the_kernels() -> None:
     streams = table(3)[0]
     for run, launch in ((chained, gdn.chain), (stepped, lambda *args: gdn.step(*args, commit=True))):
         at, again, y = before.copy(), before.copy(), Output((3, HV * 128))
-        launch(y.array, at.states, rows.qkv, rows.decay, rows.beta, streams, at.slots)
+        launch(y.array, at.state_words, rows.qkv, rows.decay, rows.beta, streams, at.runs)
         assert_same_bits(y.checked(), run(rows, again, 3))
         assert_same_bits(at.states, again.states)
 
@@ -270,6 +272,6 @@ def test_states_and_gates_that_cannot_be_are_refused() -> None:
     rows, at = delta_rows(1), layer(2)
     y, streams = np.empty((1, HV * 128), BF16), table(1)[0]
     with pytest.raises(KernelError, match="C-contiguous"):
-        gdn.chain(y, at.states[::2], rows.qkv, rows.decay, rows.beta, streams, at.slots[:1])
+        gdn.chain(y, at.state_words[::2], rows.qkv, rows.decay, rows.beta, streams, at.runs[:1])
     with pytest.raises(KernelError, match="silu or sigmoid"):
         gdn.gated_norm(y, y, mixed_rows(1), weights().gain, 1e-6, HK, gate="relu")

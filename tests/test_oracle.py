@@ -201,9 +201,10 @@ def ungated(out: np.ndarray, o: np.ndarray, qkv: np.ndarray, head_dim: int) -> N
     np.copyto(out, o)
 
 
-def chain_from_zero(y: np.ndarray, states: np.ndarray, *rest: np.ndarray, chain=gated_delta_net.chain) -> None:
-    states.fill(0)
-    chain(y, states, *rest)
+def chain_from_zero(y, states, qkv, decay, beta, streams, runs, chain=gated_delta_net.chain) -> None:
+    for run in runs:
+        states[run : run + decay.shape[1] * gated_delta_net.HEAD**2] = 0
+    chain(y, states, qkv, decay, beta, streams, runs)
 
 
 WRONG_STEPS = {

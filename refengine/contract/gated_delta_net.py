@@ -1,18 +1,18 @@
-"""What the entries of Gated DeltaNet share: heads, streams of a launch, their slots among slots of nobody. Spec attention §5."""
+"""What the entries of Gated DeltaNet share: heads, streams of a launch, their runs among runs of nobody. Spec attention §5."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kernels_numba.streams import COLUMNS, FIRST
 from kernels_numba.streams import ROWS as ROWS_COLUMN
-from refengine.contract.entry import Inputs
-from refengine.contract.workbench import BF16, Array, Poison
+from refengine.contract.entry import Entry, Inputs, Outputs
+from refengine.contract.workbench import BF16, Array, Poison, Workbench
 
 GDN = "kernels_numba.gated_delta_net"
 HEAD = 128
@@ -20,6 +20,8 @@ KEPT = 3
 """Rows of the convolution's input that a stream keeps."""
 SPARE_SLOTS = 2
 """Slots that no stream of the launch has."""
+GAP = 20
+"""Words of nobody before each run and after the last."""
 UNUSED = -7
 """In columns of the stream table that no kernel here reads."""
 PIECES = (1, 33, 31, 65)
@@ -93,7 +95,7 @@ class StreamsCase:
         return streams
 
     def slots(self, seed: int) -> Array:
-        """A slot a stream, in no order: int32 [S]."""
+        """A slot a stream, in no order: int32 [S]. The n-th run of the memory has slot n."""
         order = np.random.default_rng((seed, len(self.rows))).permutation(len(self.rows) + SPARE_SLOTS)
         return order[: len(self.rows)].astype(np.int32)
 
@@ -106,13 +108,65 @@ class StreamsCase:
         return f"{self.heads} rows={','.join(map(str, self.rows))}{apart}"
 
 
+class InRuns(Entry):
+    """Kernels whose streams keep something in runs.
+
+    kept: the input that holds it by slot, [slots, ...]; "slots" says which is whose. A kernel gets one memory with poison
+    between the runs, and the words at which they start; the gates compare by slot again.
+    """
+
+    kept: ClassVar[str]
+
+    def in_runs(self, inputs: Inputs, bench: Workbench, may_write: Array | None = None) -> tuple[Any, Any]:
+        """(memory [words], runs int64 [S]) on the bench. may_write: bool [slots], those that must be written; None: no word."""
+        kept, place = inputs[self.kept], bench.input
+        memory = laid_out(kept, gap_poison(bench.poison).view(kept.dtype))
+        runs = place("runs", run_starts(inputs["slots"], kept))
+        if may_write is None:
+            return place(self.kept, memory), runs
+        of_slots = np.repeat(may_write, kept[0].size).reshape(kept.shape)
+        return bench.changed(self.kept, memory, laid_out(of_slots, np.zeros(gap_of(kept), bool))), runs
+
+    def view(self, inputs: Inputs, outputs: Outputs) -> Outputs:
+        kept = inputs[self.kept]
+        return {name: taken_out(array, kept) if name == self.kept else array for name, array in outputs.items()}
+
+
+def gap_poison(poison: Poison) -> Array:
+    """uint8 [4 · GAP]: all of it but a bit of each half word, so that poison copied from elsewhere shows."""
+    return (poison.filled(4 * GAP).view(np.uint16) ^ np.uint16(1)).view(np.uint8)
+
+
+def gap_of(kept: Array) -> int:
+    """Elements of GAP words."""
+    return 4 * GAP // kept.itemsize
+
+
+def run_starts(slots: Array, kept: Array) -> Array:
+    """Words at which slots' runs start: int64."""
+    return GAP + slots.astype(np.int64) * (GAP + kept[0].nbytes // 4)
+
+
+def laid_out(kept: Array, gap: Array) -> Array:
+    """[slots, ...] one after the other in one dimension, ``gap`` before each and after the last."""
+    runs = kept.reshape(len(kept), -1)
+    gaps = np.broadcast_to(gap, (len(runs), len(gap)))
+    return np.concatenate([np.concatenate([gaps, runs], axis=1).reshape(-1), gap])
+
+
+def taken_out(memory: Array, kept: Array) -> Array:
+    """laid_out the other way. kept: of the shape."""
+    gap = gap_of(kept)
+    return memory[:-gap].reshape(len(kept), -1)[:, gap:].reshape(kept.shape)
+
+
 def drawn_as(case: Any, seed: int) -> int:
     """The seed of a case's numbers: its own draw or the run's."""
     return 2**32 - case.draw if case.draw else seed
 
 
-def swap_slots(inputs: Inputs) -> None:
-    """The first stream gets the last one's slot, and the other way round."""
+def swap_runs(inputs: Inputs) -> None:
+    """The first stream gets the last one's run, and the other way round."""
     inputs["slots"][[0, -1]] = inputs["slots"][[-1, 0]]
 
 

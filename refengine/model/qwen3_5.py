@@ -142,19 +142,19 @@ class Decoder:
 
     def convolution(self, mixed: Any, histories: Any, w: DeltaNet, batch: Batch) -> Any:
         """q, k and v of each row: bf16 [W, C]. The histories move on, unless the rows are drafts."""
-        gdn, place = self.spec.gated_delta_net, (batch.owners, batch.streams[0], batch.slots)
+        gdn, place = self.spec.gated_delta_net, (batch.owners, batch.streams[0], batch.runs)
         qkv = self.empty(len(mixed), gdn.conv_channels)
         if batch.drafted:
             lines = (batch.paths, batch.depths)
             gated_delta_net.conv_path(qkv, mixed, histories, w.conv, *place, *lines, gdn.key_heads)
         else:
             gated_delta_net.conv(qkv, mixed, histories, w.conv, *place, gdn.key_heads)
-            gated_delta_net.commit_conv(histories, mixed, *place[1:])
+            gated_delta_net.commit_conv(histories, mixed, *place[1:], gdn.conv_channels)
         return qkv
 
     def recurrence(self, states: Any, qkv: Any, decay: Any, beta: Any, batch: Batch) -> Any:
         """The delta rule, bf16 [W, HV·DV]: chain for prompts, step for decode; the states move on, unless the rows are drafts."""
-        gdn, place = self.spec.gated_delta_net, (batch.streams[0], batch.slots)
+        gdn, place = self.spec.gated_delta_net, (batch.streams[0], batch.runs)
         y = self.empty(len(qkv), gdn.value_heads * gdn.value_dim)
         if batch.drafted:
             delta_trees.step_tree(y, states, qkv, decay, beta, *place, batch.schedule)
@@ -210,11 +210,11 @@ class Qwen35(Decoder):
         if batch.drafted and set(batch.linear) != set(self.spec.linear_layers):
             raise BackendError("drafts: have not been through the model; run forward before finish")
         last, kept = map(self.xp.asarray, batch.ends(backend.kept_rows(batch, accepted)))
-        place = (batch.streams[0], batch.slots, batch.paths, last, kept)
+        place = (batch.streams[0], batch.runs, batch.paths, last, kept)
         for number, (mixed, qkv, decay, beta) in batch.linear.items():
             states, histories = backend.layer_states(number, batch)
             delta_trees.replay(states, qkv, decay, beta, *place)
-            gated_delta_net.commit_conv_path(histories, mixed, *place)
+            gated_delta_net.commit_conv_path(histories, mixed, *place, self.spec.gated_delta_net.conv_channels)
         batch.linear.clear()
         backend.finish(batch, accepted)
 

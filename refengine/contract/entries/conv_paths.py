@@ -77,8 +77,10 @@ class ConvPath(Conv):
         if not isinstance(case, TreesCase):
             return super().launch(case, inputs, bench, modules)
         qkv = bench.output("qkv", (case.total, case.heads.channels), BF16)
-        names = ("mixed", "histories", "taps", "rows", "streams", "slots", "paths", "depths")
-        modules[GDN].conv_path(qkv, *(bench.input(n, inputs[n]) for n in names), case.heads.key)
+        histories, runs = self.in_runs(inputs, bench)
+        mixed, *given = (bench.input(n, inputs[n]) for n in ("mixed", "taps", "rows", "streams"))
+        lines = (bench.input(n, inputs[n]) for n in ("paths", "depths"))
+        modules[GDN].conv_path(qkv, mixed, histories, *given, runs, *lines, case.heads.key)
 
     def exact(self, case: Any, inputs: Inputs) -> Bounds:
         parts = []
@@ -161,11 +163,10 @@ class CommitConvPath(CommitConv):
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         if not isinstance(case, AcceptedCase):
             return super().launch(case, inputs, bench, modules)
-        histories = inputs["histories"]
-        may_write = np.broadcast_to(case.written(inputs["slots"])[:, None, None], histories.shape)
-        place = bench.changed("histories", histories, may_write)
-        names = ("mixed", "streams", "slots", "paths", "last", "kept")
-        modules[GDN].commit_conv_path(place, *(bench.input(n, inputs[n]) for n in names))
+        histories, runs = self.in_runs(inputs, bench, case.written(inputs["slots"]))
+        mixed, streams = bench.input("mixed", inputs["mixed"]), bench.input("streams", inputs["streams"])
+        accepted = (bench.input(n, inputs[n]) for n in ("paths", "last", "kept"))
+        modules[GDN].commit_conv_path(histories, mixed, streams, runs, *accepted, case.heads.channels)
 
     def committed(self, case: Any, inputs: Inputs) -> Array:
         after = np.zeros(inputs["histories"].shape, BF16)

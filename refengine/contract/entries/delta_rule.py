@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kernels_numba.streams import FIRST, ROWS
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gated_delta_net import (
     GDN,
     HEAD,
@@ -18,11 +18,12 @@ from refengine.contract.gated_delta_net import (
     REAL,
     SPARE_SLOTS,
     TINY,
+    InRuns,
     StreamsCase,
     pieces,
     poisoned,
     scattered,
-    swap_slots,
+    swap_runs,
 )
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.workbench import BF16, Array, Poison, Workbench, drawn
@@ -33,13 +34,14 @@ LENGTHS = (1, 3, 31, 32, 33, 63, 64, 65, 130)
 BY_ROW = ("qkv", "decay", "beta")
 
 
-class DeltaRule(Entry):
-    """Rows of streams, a state each. Rows of nobody, slots of nobody and slots of streams without rows hold poison.
+class DeltaRule(InRuns):
+    """Rows of streams, a state each. Rows of nobody, runs of nobody and runs of streams without rows hold poison.
 
     depth: roundings that a product passes in a sum.
     """
 
     modules: ClassVar[tuple[str, ...]] = (GDN,)
+    kept = "states"
     axes = {"y": ("row", "element"), "states": ("slot", "head", "value", "key")}
     depth: ClassVar[int]
 
@@ -60,13 +62,9 @@ class DeltaRule(Entry):
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         shape = case.total, case.heads.value * HEAD
         y = bench.changed("y", poisoned(bench.poison, shape), np.broadcast_to(case.owned[:, None], shape))
-        states, held = inputs["states"], case.written(inputs["slots"])
-        if self.commits(case):
-            place = bench.changed("states", states, np.broadcast_to(held[:, None, None, None], states.shape))
-        else:
-            place = bench.input("states", states)
-        given = [bench.input(n, inputs[n]) for n in (*BY_ROW, "streams", "slots")]
-        self.call(case, modules, y, place, given)
+        states, runs = self.in_runs(inputs, bench, case.written(inputs["slots"]) if self.commits(case) else None)
+        given = [*(bench.input(n, inputs[n]) for n in (*BY_ROW, "streams")), runs]
+        self.call(case, modules, y, states, given)
 
     @abstractmethod
     def call(self, case: StreamsCase, modules: Modules, y: Any, states: Any, given: list[Any]) -> None:
@@ -123,7 +121,7 @@ class DeltaRule(Entry):
         return [
             Control("an element of k changed by one bf16 step", EXACT, step_of_key),
             Control("an element of a state changed by one step", EXACT, step_of_state),
-            Control("a stream with another's slot", EXACT, swap_slots),
+            Control("a stream with another's run", EXACT, swap_runs),
             Control("a row too few", EXACT, row_too_few),
             Control("an element of k changed after the first run", REPEATS, step_of_key),
         ]

@@ -93,10 +93,11 @@ class StepTree(OnTrees):
             return super().launch(case, inputs, bench, modules)
         shape = case.total, case.heads.value * HEAD
         y = bench.changed("y", poisoned(bench.poison, shape), np.broadcast_to(case.owned[:, None], shape))
-        given = [bench.input(n, inputs[n]) for n in ("states", *BY_ROW, "streams", "slots")]
+        states, runs = self.in_runs(inputs, bench)
+        given = (bench.input(n, inputs[n]) for n in (*BY_ROW, "streams"))
         schedule = modules[PLAN].plan_trees(inputs["parents"], case.firsts)
         visits = bench.input("visits", schedule.visits)
-        modules[TREES].step_tree(y, *given, replace(schedule, visits=visits))
+        modules[TREES].step_tree(y, states, *given, runs, replace(schedule, visits=visits))
 
     def exact(self, case: Any, inputs: Inputs) -> Bounds:
         """A path gives the rows on it; those to leaves give all."""
@@ -179,10 +180,10 @@ class Replay(OnTrees):
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         if not isinstance(case, AcceptedCase):
             return super().launch(case, inputs, bench, modules)
-        states, held = inputs["states"], case.written(inputs["slots"])
-        place = bench.changed("states", states, np.broadcast_to(held[:, None, None, None], states.shape))
-        names = (*BY_ROW, "streams", "slots", "paths", "last", "kept")
-        modules[TREES].replay(place, *(bench.input(n, inputs[n]) for n in names))
+        states, runs = self.in_runs(inputs, bench, case.written(inputs["slots"]))
+        given = (bench.input(n, inputs[n]) for n in (*BY_ROW, "streams"))
+        accepted = (bench.input(n, inputs[n]) for n in ("paths", "last", "kept"))
+        modules[TREES].replay(states, *given, runs, *accepted)
 
     def exact(self, case: Any, inputs: Inputs) -> Bounds:
         states = np.zeros(inputs["states"].shape)

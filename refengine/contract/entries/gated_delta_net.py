@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels_numba.streams import FIRST, ROWS
 from refengine.contract.by_row import ByRow
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gated_delta_net import (
     GDN,
     HEAD,
@@ -20,12 +20,13 @@ from refengine.contract.gated_delta_net import (
     SPARE_SLOTS,
     TINY,
     Heads,
+    InRuns,
     StreamsCase,
     drawn_as,
     pieces,
     poisoned,
     scattered,
-    swap_slots,
+    swap_runs,
 )
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.workbench import BF16, Array, Poison, Workbench, drawn, drawn_bf16
@@ -35,10 +36,11 @@ EPS = 1e-6
 Run = Callable[[Any, Inputs], Outputs]
 
 
-class OverStreams(Entry):
-    """Kernels that read streams' rows of the projection and their histories; slots of nobody hold poison."""
+class OverStreams(InRuns):
+    """Kernels that read streams' rows of the projection and their histories; runs of nobody hold poison."""
 
     modules = (GDN,)
+    kept = "histories"
 
     def inputs(self, case: StreamsCase, poison: Poison, seed: int) -> Inputs:
         channels, seed = case.heads.channels, drawn_as(case, seed)
@@ -55,7 +57,7 @@ class OverStreams(Entry):
         return [
             Control("one element changed by a bf16 step", EXACT, step_of_row),
             Control("a history that is one row off", EXACT, roll_history),
-            Control("a stream with another's slot", EXACT, swap_slots),
+            Control("a stream with another's run", EXACT, swap_runs),
             Control("one element changed after the first run", REPEATS, step_of_row),
         ]
 
@@ -115,8 +117,9 @@ class Conv(OverStreams):
 
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
         qkv = bench.output("qkv", (case.total, case.heads.channels), BF16)
-        names = ("mixed", "histories", "taps", "rows", "streams", "slots")
-        modules[GDN].conv(qkv, *(bench.input(n, inputs[n]) for n in names), case.heads.key)
+        histories, runs = self.in_runs(inputs, bench)
+        mixed, *given = (bench.input(n, inputs[n]) for n in ("mixed", "taps", "rows", "streams"))
+        modules[GDN].conv(qkv, mixed, histories, *given, runs, case.heads.key)
 
     def exact(self, case: StreamsCase, inputs: Inputs) -> Bounds:
         channels, parts = case.heads.channels, []
@@ -162,10 +165,9 @@ class CommitConv(OverStreams):
         return [StreamsCase(ODD, (1, 0, 2, 5), gap=2)]
 
     def launch(self, case: StreamsCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
-        histories = inputs["histories"]
-        may_write = np.broadcast_to(case.written(inputs["slots"])[:, None, None], histories.shape)
-        place = bench.changed("histories", histories, may_write)
-        modules[GDN].commit_conv(place, *(bench.input(n, inputs[n]) for n in ("mixed", "streams", "slots")))
+        histories, runs = self.in_runs(inputs, bench, case.written(inputs["slots"]))
+        mixed, streams = bench.input("mixed", inputs["mixed"]), bench.input("streams", inputs["streams"])
+        modules[GDN].commit_conv(histories, mixed, streams, runs, case.heads.channels)
 
     def exact(self, case: StreamsCase, inputs: Inputs) -> Bounds:
         """Copies do not round."""
