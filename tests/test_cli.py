@@ -505,8 +505,8 @@ def test_recorded_launches_are_those_of_a_run(refengine):
     rest = [f"{n.program.name} {arguments(n.program)}" for n in known if n not in seen.launches]
     assert [name.strip() for name in rest] == [
         "decode_rows D=256 G=6 layout=paged kv=bf16", "conv_path_kernel HK=2 HV=6", "step_tree_kernel HK=2 HV=6",
-        "replay_kernel HK=2 HV=6", "commit_conv_path_kernel", "sample_kernel", "matmul_kernel TILES=8 SLAB=4 ROUNDED=False",
-        "add_rounded_kernel",
+        "replay_kernel HK=2 HV=6", "commit_conv_path_kernel C=1280", "sample_kernel",
+        "matmul_kernel TILES=8 SLAB=4 ROUNDED=False", "add_rounded_kernel",
     ]  # fmt: skip
 
 
