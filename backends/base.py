@@ -19,6 +19,7 @@ import numpy as np
 from backends.arena import Arena, CacheShape, part_words
 from backends.attention import attend, plan_pass
 from backends.batch import DECODE, PROMPT, Batch, Norms
+from backends.kept import Kept, restore, save
 from backends.layout import Layout
 from backends.stream import BackendError, Sizes, Stream
 from kernels_numba import decode_plan, keep, rope_store
@@ -46,6 +47,7 @@ __all__ = [
     "Backend",
     "BackendError",
     "Batch",
+    "Kept",
     "Norms",
     "Sizes",
     "Stream",
@@ -169,6 +171,24 @@ class Backend(ABC):
         if stream.backend is not self:
             raise BackendError(f"{self.name}: stream {stream.number}: belongs to another backend; open one here")
         stream.check_open()
+
+    def save(self, stream: Stream) -> Kept:
+        """A copy of all that the stream has committed, on the host. Raises BackendError where it is not open or in a pass."""
+        return save(self, stream)
+
+    def restore(self, kept: Kept, capacity: int | None = None) -> Stream:
+        """A new stream that goes on where the kept one stood, whatever form of cache it was on.
+
+        Raises BackendError for a state of another shape or kv, and as open and claim do; then no stream is open.
+        """
+        kept.check(self)
+        stream = self.open(capacity)
+        try:
+            restore(self, kept, stream)
+        except BaseException:
+            stream.release()
+            raise
+        return stream
 
     def claim(self, ends: Sequence[tuple[Stream, int]]) -> None:
         """Make sure that each (stream, end) has a place for positions below ``end``: all streams, or none.

@@ -11,6 +11,7 @@ from kernels_numba.fp8 import KV_TYPES
 
 if TYPE_CHECKING:
     from backends.base import Backend
+    from backends.kept import Kept
 
 
 class BackendError(Exception):
@@ -53,6 +54,10 @@ class Stream:
         states, histories = self.backend.linear_layer(layer)
         dims, rows = (shape.value_heads, shape.value_dim, shape.key_dim), (shape.conv_rows, shape.conv_channels)
         return states[base:][: prod(dims)].reshape(dims), histories[2 * base :][: prod(rows)].reshape(rows)
+
+    def save(self) -> Kept:
+        """A copy of all that is committed, on the host. Raises BackendError once released, or while in a pass."""
+        return self.backend.save(self)
 
     def release(self) -> None:
         """Give everything back. Raises BackendError the second time."""

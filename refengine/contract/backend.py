@@ -16,10 +16,10 @@ import numpy as np
 
 from backends.base import DECODE, PROMPT, Backend, Norms, Sizes, Stream, backend_class
 from kernels_numba.fp8 import row_words
+from kernels_numba.locate import locate
 from kernels_numba.rope_store import rope_table
 from kernels_numba.streams import BASE, K_EXP_PLANE, K_PLANE, PAGE_WORDS, PTOK, TABLE, V_EXP_PLANE, V_PLANE
 from refengine.contract.attention import length_for
-from refengine.contract.entries.layout import THREADS, locate_kernel
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs
 from refengine.contract.gates import EXACT, REPEATS, launched, this_device
 from refengine.contract.workbench import BF16, NAN, Array, Poison, Workbench, drawn, drawn_bf16
@@ -190,9 +190,9 @@ def cells(backend: Backend, stream: Stream, positions: int, device: Device) -> C
     """The places of a stream's positions, asked of the backend's address function."""
     row = backend.layer_tables(np.array([backend.stream_row(stream, 0, 0)], np.int64))[0, 0]
     found = device.put(np.zeros((positions, 2), np.int64))
-    locate_kernel.at(layout=backend.layout)[1, THREADS](
-        found, device.put(np.arange(positions)), backend.pages, *(int(row[n]) for n in (BASE, TABLE, PTOK, PAGE_WORDS))
-    )
+    base, table, ptok, page_words = (int(row[n]) for n in (BASE, TABLE, PTOK, PAGE_WORDS))
+    numbers = device.put(np.arange(positions))
+    locate(found, numbers, backend.pages, base, table, ptok, page_words, backend.layout)
     start, slot = device.get(found).T[:, None, :, None]
     in_plane = np.arange(backend.shape.kv_heads) * row[PTOK] + slot
     row_bytes = 4 * row_words(backend.shape.head_dim, backend.sizes.kv)

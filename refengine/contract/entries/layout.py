@@ -9,31 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from kernels_numba.machine import cuda, kernel
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.workbench import Poison, Workbench
 
-LAYOUT = "backends.layout"
-THREADS = 32
+LAYOUT, LOCATE = "backends.layout", "kernels_numba.locate"
 PAGE_IDS = (0, 1, 8191, 8192, 65_535, 65_536, 131_072, 2**31 - 1)
 """Page ids at the edges of 16 bits, of a product of 32 bits, of int32."""
 FAR = 2**30
 """First entry of a page table, first word of a pool: beyond 32 bits in bytes."""
-
-
-@kernel
-def locate_kernel(out, positions, pages, base, table, ptok, page_words, *, layout):
-    """out[i] = (start, slot) of positions[i]. out: int64 [N, 2]. positions: int64 [N]. pages: int32 [entries].
-
-    Launch: one block of 32 threads.
-    """
-    for first in range(0, positions.shape[0], THREADS):
-        i = first + cuda.threadIdx.x
-        if i < positions.shape[0]:
-            start, slot = layout.locate(positions[i], base, table, ptok, pages, page_words)
-            out[i, 0] = start
-            out[i, 1] = slot
 
 
 @dataclass(frozen=True)
@@ -55,8 +39,8 @@ class Locate(Entry):
     """start and slot in 64 bits, whatever the page id, the page's size and the pool's place."""
 
     name = "locate"
-    kernels = ()
-    modules = (LAYOUT,)
+    kernels = ("locate_kernel",)
+    modules = (LAYOUT, LOCATE)
     axes = {"out": ("position", "start or slot")}
 
     def cases(self, full: bool) -> Sequence[AddressCase]:
@@ -84,7 +68,7 @@ class Locate(Entry):
         out = bench.output("out", (len(inputs["positions"]), 2), np.int64)
         place = (bench.input("positions", inputs["positions"]), bench.input("pages", inputs["pages"]))
         numbers = (inputs["base"], inputs["table"], case.ptok, case.page_words)
-        locate_kernel.at(layout=layout)[1, THREADS](out, *place, *numbers)
+        modules[LOCATE].locate(out, *place, *numbers, layout)
 
     def exact(self, case: AddressCase, inputs: Inputs) -> Bounds:
         """Python's own integers, which have no width."""

@@ -1,0 +1,135 @@
+"""A kept state: a copy of all that a stream has committed, on the host, in a layout that no form of cache decides.
+
+So a stream that was saved on a window goes on in pages of any size, and the other way round, with the same bits. Nothing but
+committed positions travels. Spec serving §4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.arena import CacheShape
+from backends.page_copies import EXPONENTS, ROWS, into_cache, on_host, out_of_cache, parts
+from backends.stream import BackendError, Stream
+from kernels_numba.fp8 import row_words
+
+if TYPE_CHECKING:
+    from backends.base import Backend
+
+Axes = dict[str, int]
+"""The axes of an array in order, and their lengths."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A stream's first ``positions`` positions and the recurrent state behind them. kv: "bf16" or "fp8".
+
+    rows: uint32 [attention layers, K and V, KV heads, positions, row words], bf16 pairs or four e4m3 codes a word. exponents:
+    int8 [attention layers, K and V, KV heads, positions] of an fp8 cache, else None. states: float32 [linear layers, HV, DV,
+    DK]. histories: bf16 [linear layers, conv rows, C]. C-contiguous; layers in the model's order.
+    """
+
+    positions: int
+    kv: str
+    rows: NDArray[np.uint32]
+    exponents: NDArray[np.int8] | None
+    states: NDArray[np.float32]
+    histories: NDArray[Any]
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Those that there are, by name."""
+        named = {name: getattr(self, name) for name in ("rows", "exponents", "states", "histories")}
+        return {name: array for name, array in named.items() if array is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def check(self, backend: Backend) -> None:
+        """Raise BackendError, naming what differs, unless a stream of the backend can take this state."""
+        if (kv := backend.sizes.kv) != self.kv:
+            raise BackendError(f"{backend.name}: kept state: kv {self.kv}, this backend has {kv}; read the prompt anew")
+        wanted = kept_axes(backend.shape, self.kv, self.positions)
+        if set(wanted) != set(self.arrays):
+            raise BackendError(f"{backend.name}: kept state: holds {', '.join(self.arrays)}, not {', '.join(wanted)}")
+        for name, (dtype, axes) in wanted.items():
+            if problem := unlike(self.arrays[name], dtype, axes):
+                raise BackendError(f"{backend.name}: kept state: {name}: {problem}; read the prompt anew")
+
+
+def kept_axes(shape: CacheShape, kv: str, positions: int) -> dict[str, tuple[np.dtype, Axes]]:
+    """The type and the axes of each array of a kept state."""
+    attention, linear = len(shape.attention_layers), len(shape.linear_layers)
+    cached = {"attention layers": attention, "K and V": 2, "KV heads": shape.kv_heads, "positions": positions}
+    heads = {"value heads": shape.value_heads, "value dims": shape.value_dim, "key dims": shape.key_dim}
+    return {
+        "rows": (np.dtype(np.uint32), cached | {"words a row": row_words(shape.head_dim, kv)}),
+        **({"exponents": (np.dtype(np.int8), cached)} if kv == "fp8" else {}),
+        "states": (np.dtype(np.float32), {"linear layers": linear, **heads}),
+        "histories": (
+            np.dtype(ml_dtypes.bfloat16),
+            {"linear layers": linear, "rows": shape.conv_rows, "channels": shape.conv_channels},
+        ),
+    }
+
+
+def unlike(array: NDArray[Any], dtype: np.dtype, axes: Axes) -> str | None:
+    """In what an array is not as wanted, if anything."""
+    if array.dtype != dtype or array.ndim != len(axes) or not array.flags.c_contiguous:
+        return f"{array.dtype} of {array.ndim} axes where C-contiguous {dtype} of {len(axes)} is needed"
+    for (name, wanted), found in zip(axes.items(), array.shape, strict=True):
+        if found != wanted:
+            return f"{name} {found} where this backend has {wanted}"
+    return None
+
+
+# --- Save and restore -------------------------------------------------------------------------------------------------
+
+
+def save(backend: Backend, stream: Stream) -> Kept:
+    """A copy of what the stream has committed. Raises BackendError unless it is open here and in no pass."""
+    check_between_passes(backend, stream)
+    shape, kv, positions = backend.shape, backend.sizes.kv, stream.committed
+    sizes = {name: (tuple(axes.values()), dtype) for name, (dtype, axes) in kept_axes(shape, kv, positions).items()}
+    cached = {part.name: backend.xp.empty(*sizes[part.name]) for part in parts(shape, kv)}
+    out_of_cache(backend, stream, positions, cached)
+    states, histories = np.empty(*sizes["states"]), np.empty(*sizes["histories"])
+    for place, layer in enumerate(shape.linear_layers):
+        states[place], histories[place] = map(on_host, stream.state(layer))
+    found = {name: on_host(array) for name, array in cached.items()}
+    return Kept(positions, kv, found[ROWS], found.get(EXPONENTS), states, histories)
+
+
+def restore(backend: Backend, kept: Kept, stream: Stream) -> None:
+    """Put a kept state into an open stream that has nothing committed; ``committed`` is then the state's.
+
+    Raises BackendError, and changes nothing, for a state that does not fit, a stream that is not empty or in a pass, and as
+    claim does.
+    """
+    kept.check(backend)
+    check_between_passes(backend, stream)
+    if stream.committed:
+        raise BackendError(
+            f"{backend.name}: stream {stream.number}: has {stream.committed} positions; restore into a new one"
+        )
+    backend.claim([(stream, kept.positions)])
+    names = [part.name for part in parts(backend.shape, kept.kv)]
+    into_cache(backend, stream, kept.positions, {name: backend.xp.asarray(kept.arrays[name]) for name in names})
+    for place, layer in enumerate(backend.shape.linear_layers):
+        for memory, array in zip(stream.state(layer), (kept.states[place], kept.histories[place]), strict=True):
+            memory[:] = backend.xp.asarray(array)
+    stream.committed = kept.positions
+
+
+def check_between_passes(backend: Backend, stream: Stream) -> None:
+    """Raise BackendError unless the stream is open here, and no pass has begun that may have moved its recurrent state."""
+    backend.check_open(stream)
+    if backend.current is not None and any(stream is member for member in backend.current.members):
+        raise BackendError(f"{backend.name}: stream {stream.number}: is in a pass; finish it first")

@@ -1,0 +1,115 @@
+"""Cached rows on the move: a stream's into contiguous arrays and back, a page's into another page. Spec serving §4.
+
+One launch a unit, over all pages and layers: words for rows of keys and values, bytes for the exponents of an fp8 cache. Where
+a page lies is asked of the backend's own address function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.arena import CacheShape
+from backends.stream import Stream
+from kernels_numba.copy_pages import copy_pages
+from kernels_numba.fp8 import row_words
+from kernels_numba.locate import locate
+from kernels_numba.move_plan import Side, contiguous, plan_moves
+from kernels_numba.streams import BASE, PTOK, TABLE
+
+if TYPE_CHECKING:
+    from backends.base import Backend
+
+ROWS, EXPONENTS = "rows", "exponents"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one launch moves. unit: of copy_pages; a_word: units a word; width: units of a KV head's row of a position."""
+
+    name: str
+    unit: str
+    a_word: int
+    width: int
+
+    def planes(self, shape: CacheShape, ptok: int, kv: str) -> NDArray[np.int64]:
+        """int64 [2 · attention layers]: units from a page's start to the part's planes, K and V of each layer."""
+        columns = slice(0, 2) if self.name == ROWS else slice(2, 4)
+        found = [shape.planes(layer, ptok, kv)[columns] for layer in shape.attention_layers]
+        return np.array(found, np.int64).reshape(-1) * self.a_word
+
+
+def parts(shape: CacheShape, kv: str) -> list[Part]:
+    """The parts of a cached row."""
+    rows, exponents = Part(ROWS, "word", 1, row_words(shape.head_dim, kv)), Part(EXPONENTS, "byte", 4, 1)
+    return [rows, exponents] if kv == "fp8" else [rows]
+
+
+def out_of_cache(backend: Backend, stream: Stream, positions: int, arrays: dict[str, Any]) -> None:
+    """Copy the stream's first positions into ``arrays``: of each part, [attention layers, 2, HK, positions, ...] on the device."""
+    starts = page_starts(backend, stream, positions)
+    for part in parts(backend.shape, backend.sizes.kv):
+        cached, kept = stream_side(backend, stream, starts, part), contiguous_side(backend, positions, part)
+        launch(backend, arrays[part.name], backend.arena.words, cached, kept, positions, part)
+
+
+def into_cache(backend: Backend, stream: Stream, positions: int, arrays: dict[str, Any]) -> None:
+    """The way back; the stream has a place for the positions."""
+    starts = page_starts(backend, stream, positions)
+    for part in parts(backend.shape, backend.sizes.kv):
+        cached, kept = stream_side(backend, stream, starts, part), contiguous_side(backend, positions, part)
+        launch(backend, backend.arena.words, arrays[part.name], kept, cached, positions, part)
+
+
+def copy_page(backend: Backend, source: int, target: int, positions: int) -> None:
+    """Copy the first positions of every layer of one page of the pool to another, by their ids; they are not the same one."""
+    words = backend.arena.words
+    for part in parts(backend.shape, backend.sizes.kv):
+        planes = part.planes(backend.shape, backend.positions, backend.sizes.kv)
+        here, there = (
+            Side(np.array([page * backend.page_words * part.a_word], np.int64), planes, backend.positions)
+            for page in (source, target)
+        )
+        launch(backend, words, words, here, there, positions, part)
+
+
+# --- Sides and launches -----------------------------------------------------------------------------------------------
+
+
+def page_starts(backend: Backend, stream: Stream, positions: int) -> NDArray[np.int64]:
+    """int64 [pages]: the words at which the pages of the stream's first positions start."""
+    row = backend.stream_row(stream, 0, 0)
+    firsts = np.arange(0, positions, row[PTOK], dtype=np.int64)
+    found = backend.xp.zeros((len(firsts), 2), dtype=np.int64)
+    page_words = backend.shape.page_words(row[PTOK], backend.sizes.kv)
+    numbers = backend.xp.asarray(firsts)
+    locate(found, numbers, backend.pages, row[BASE], row[TABLE], row[PTOK], page_words, backend.layout)
+    return on_host(found)[:, 0]
+
+
+def stream_side(backend: Backend, stream: Stream, starts: NDArray[np.int64], part: Part) -> Side:
+    """The stream's rows in the arena."""
+    ptok = backend.positions_of(stream)
+    return Side(starts * part.a_word, part.planes(backend.shape, ptok, backend.sizes.kv), ptok)
+
+
+def contiguous_side(backend: Backend, positions: int, part: Part) -> Side:
+    """Rows [attention layers, 2, HK, positions]."""
+    shape = backend.shape
+    return contiguous(2 * len(shape.attention_layers), shape.kv_heads, positions, part.width)
+
+
+def launch(
+    backend: Backend, target: Any, source: Any, source_side: Side, target_side: Side, positions: int, part: Part
+) -> None:
+    """Copy positions from one side to the other."""
+    plan = plan_moves(source_side, target_side, positions, backend.shape.kv_heads, part.width)
+    copy_pages(target, source, backend.xp.asarray(plan.moves), plan.rows, plan.width, part.unit)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A device array on the host."""
+    return array.get() if hasattr(array, "get") else array
