@@ -49,7 +49,7 @@ def parts(shape: CacheShape, kv: str) -> list[Part]:
 
 
 def out_of_cache(backend: Backend, stream: Stream, positions: int, arrays: dict[str, Any]) -> None:
-    """Copy the stream's first positions into ``arrays``: of each part, [attention layers, 2, HK, positions, ...] on the device."""
+    """Copy the stream's first positions into ``arrays``, by part: [attention layers, 2, HK, positions, ...]."""
     starts = page_starts(backend, stream, positions)
     for part in parts(backend.shape, backend.sizes.kv):
         cached, kept = stream_side(backend, stream, starts, part), contiguous_side(backend, positions, part)

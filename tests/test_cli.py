@@ -497,7 +497,7 @@ def names(found):
 
 
 def test_recorded_launches_are_those_of_a_run(refengine):
-    """All that a run launches is known without running; what else is known needs longer prompts, more streams, or drafts."""
+    """All that a run launches is known without running; the rest needs longer prompts, more streams, drafts or kept states."""
     known = launches(load_model("qwen3.5-tiny"), PagedBackend)
     with modes._within(Both()) as seen:
         refengine(*SMALL, "--backends", "paged")
@@ -505,8 +505,8 @@ def test_recorded_launches_are_those_of_a_run(refengine):
     rest = [f"{n.program.name} {arguments(n.program)}" for n in known if n not in seen.launches]
     assert [name.strip() for name in rest] == [
         "decode_rows D=256 G=6 layout=paged kv=bf16", "conv_path_kernel HK=2 HV=6", "step_tree_kernel HK=2 HV=6",
-        "replay_kernel HK=2 HV=6", "commit_conv_path_kernel C=1280", "sample_kernel",
-        "matmul_kernel TILES=8 SLAB=4 ROUNDED=False", "add_rounded_kernel",
+        "replay_kernel HK=2 HV=6", "commit_conv_path_kernel C=1280", "locate_kernel layout=paged",
+        "copy_pages_kernel unit=uint32", "sample_kernel", "matmul_kernel TILES=8 SLAB=4 ROUNDED=False", "add_rounded_kernel",
     ]  # fmt: skip
 
 

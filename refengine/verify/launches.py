@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from backends.base import DECODE, PROMPT, Backend, Sizes, backend_class
+from backends.page_copies import copy_page
 from backends.stream import SCALAR_BATCH, TILES
 from kernels_numba.machine import Kernel
 from kernels_numba.machine.frontend import Program
@@ -55,7 +56,7 @@ TREE = [-1, 0, 0]
 
 
 def launches(spec: ModelSpec, backend: type[Backend], kv: str = "bf16", attention: str = TILES) -> list[Noted]:
-    """Every different launch of prompt passes, decode steps and drafted passes, the MTP head's too, in order."""
+    """Every different launch of prompt passes, decode steps, drafted passes and kept states, the MTP head's too, in order."""
     small = one_of_each_kind(spec)
     weights = load_weights(BlankCheckpoint(small), small)
     with recorded() as recording:
@@ -74,6 +75,7 @@ def rehearse(
     for _ in Session(model, backend(cache_shape(spec), sizes), device, prompts, PROMPT_ROWS).run(2):
         pass
     rehearse_drafts(model, backend(cache_shape(spec), sizes), len(prompts))
+    rehearse_copies(backend(cache_shape(spec), sizes))
     draw(np.zeros((1, spec.vocabulary), np.float32), [Sampling(temperature=1.0)], [0], device)
     if spec.mtp_layers:
         head = MtpHead(spec, load_mtp(BlankCheckpoint(spec), spec), model, device)
@@ -86,6 +88,17 @@ def rehearse_drafts(model: Qwen35, backend: Backend, streams: int) -> None:
     batch = backend.batch(DECODE, work, [TREE] * streams)
     model.forward(np.zeros(batch.rows, np.int32), backend, batch, np.arange(batch.rows))
     model.finish(backend, batch, [len(TREE) - 1] * streams)
+
+
+def rehearse_copies(backend: Backend) -> None:
+    """A stream saved and restored; a page copied, where there are pages."""
+    stream = backend.open()
+    backend.finish(backend.batch(PROMPT, [(stream, 1)]))
+    kept = stream.save()
+    stream.release()
+    backend.restore(kept)
+    if backend.paged:
+        copy_page(backend, 0, 1, 1)
 
 
 def rehearse_head(head: MtpHead, backend: Backend, streams: int) -> None:
