@@ -16,8 +16,9 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, deserialize
 from safetensors import numpy as safetensors
 
 from backends.kept import Kept
@@ -31,6 +32,8 @@ DAMAGED = ".damaged"
 ABOUT = ("format", "model", "fingerprint", "kv", "positions")
 FIELD, DIGITS = b'"sha256":"', 64
 NO_DIGEST = "0" * DIGITS
+DTYPES = {"I64": np.int64, "U32": np.uint32, "I8": np.int8, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
+"""NumPy's types of tensors, by the file's."""
 LENGTH_BYTES = 8
 """Of the header's length, at the start of a safetensors file."""
 
@@ -84,8 +87,7 @@ def load(path: str | Path, fingerprint: str) -> tuple[list[int], Kept]:
     try:
         check_digest(content)
         about = metadata(content)
-        tensors = safetensors.load(content)
-        ids, kept = understood(about, tensors)
+        ids, kept = understood(about, arrays(content))
     except (ValueError, TypeError, KeyError, SafetensorError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise DamagedKept(f"{path}: not a kept state as it was written: {reason}") from error
@@ -163,6 +165,16 @@ def metadata(content: bytes) -> dict[str, str]:
     found = {name: header["__metadata__"][name] for name in ABOUT}
     if found["format"] != FORMAT:
         raise ValueError(f"format {found['format']}, this version reads {FORMAT}")
+    return found
+
+
+def arrays(content: bytes) -> dict[str, np.ndarray]:
+    """The file's tensors by name."""
+    found = {}
+    for name, tensor in deserialize(content):
+        if tensor["dtype"] not in DTYPES:
+            raise ValueError(f"{name}: type {tensor['dtype']}, which no kept state has")
+        found[name] = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
     return found
 
 
