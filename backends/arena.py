@@ -86,25 +86,25 @@ class CacheShape:
         return self.state_offset(layer) + self.state_words
 
 
-def part_words(shape: CacheShape, streams: int, cache_words: int, rows: int) -> dict[str, int]:
+def part_words(shape: CacheShape, runs: int, cache_words: int, rows: int) -> dict[str, int]:
     """Words of each part of an arena, in order."""
     return {
         "cache": aligned(cache_words),
-        "runs": streams * shape.run_words,
+        "runs": runs * shape.run_words,
         "records": len(shape.attention_layers) * 2 * rows * shape.kv_heads * shape.head_dim // 2,
     }
 
 
 class Arena:
-    """Cache pages from the bottom; above them each stream's run of recurrent states and histories, then the window record.
+    """Windows or pages from the bottom; above them runs of recurrent states and histories, if they are not pages; the record.
 
-    shape: the model's. streams: how many have a place. cache_words: words for keys and values. rows: of all windows of one
-    decode pass together, at most. xp: numpy or cupy. Everything starts as POISON.
+    shape: the model's. cache_words: words for keys and values. runs: how many lie outside the pages. rows: of all windows of
+    one decode pass together, at most. xp: numpy or cupy. Everything starts as POISON.
     """
 
-    def __init__(self, shape: CacheShape, streams: int, cache_words: int, rows: int, xp: Any = np):
-        self.shape, self.streams, self.rows = shape, streams, rows
-        sizes = part_words(shape, streams, cache_words, rows)
+    def __init__(self, shape: CacheShape, runs: int, cache_words: int, rows: int, xp: Any = np):
+        self.shape, self.rows = shape, rows
+        sizes = part_words(shape, runs, cache_words, rows)
         self.starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self.words = xp.full(sum(sizes.values()), POISON, dtype=np.uint32)
 
@@ -115,8 +115,29 @@ class Arena:
             self.words[start : start + int(np.prod(shape)) * np.dtype(dtype).itemsize // 4].view(dtype).reshape(shape)
         )
 
+    def zero(self, start: int, words: int) -> None:
+        """Make words zero."""
+        self.words[start : start + words] = 0
+
+    def copy(self, source: int, target: int, words: int) -> None:
+        """Copy words to another place, which they do not overlap."""
+        self.words[target : target + words] = self.words[source : source + words]
+
     @cached_property
     def records(self) -> Any:
         """bf16 [attention layers, 2, rows, kv_heads, head_dim]: keys and values of a decode pass's own rows."""
         s = self.shape
         return self.part("records", ml_dtypes.bfloat16, (len(s.attention_layers), 2, self.rows, s.kv_heads, s.head_dim))
+
+
+class PaperArena(Arena):
+    """An arena without memory: for streams that are admitted and released, but never run."""
+
+    def __init__(self, shape: CacheShape, runs: int, cache_words: int, rows: int, xp: Any = np):
+        self.starts, self.words = dict.fromkeys(part_words(shape, runs, cache_words, rows), 0), None
+
+    def zero(self, start: int, words: int) -> None:
+        """There are no words."""
+
+    def copy(self, source: int, target: int, words: int) -> None:
+        """There are no words."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
+from math import prod
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -19,9 +20,11 @@ import numpy as np
 from backends.arena import Arena, CacheShape, part_words
 from backends.attention import attend, plan_pass
 from backends.batch import DECODE, PROMPT, Batch, Norms
-from backends.kept import Kept, restore, save
+from backends.kept import Kept, restore, save, save_prefix
 from backends.layout import Layout
-from backends.stream import BackendError, Sizes, Stream
+from backends.pool import PoolBroken
+from backends.prefix import Prefix
+from backends.stream import BackendError, NoRoom, Sizes, Stream
 from kernels_numba import decode_plan, keep, rope_store
 from kernels_numba.decode_attention import TILE
 from kernels_numba.scalar_plan import pass_tables
@@ -47,6 +50,7 @@ __all__ = [
     "Backend",
     "BackendError",
     "Batch",
+    "NoRoom",
     "Kept",
     "Norms",
     "Sizes",
@@ -55,12 +59,16 @@ __all__ = [
     "backend_names",
 ]
 
+Beginning = Prefix | Kept
+"""What a stream may begin with: pages that it shares, or rows on the host that are copied into it."""
+
 BF16 = ml_dtypes.bfloat16
 PLANES = [K_PLANE, V_PLANE, K_EXP_PLANE, V_EXP_PLANE]
 
 
 class Backend(ABC):
-    """A form of cache. shape: of the model. sizes: what it is for. xp: numpy or cupy, where arrays live.
+    """A form of cache. shape: of the model. sizes: what it is for. xp: numpy or cupy, where arrays live. arena: what memory is
+    made of (backends.arena).
 
     Raises BackendError when the sizes make no sense.
     """
@@ -69,15 +77,16 @@ class Backend(ABC):
     layout: ClassVar[Layout]
     paged: ClassVar[bool]
 
-    def __init__(self, shape: CacheShape, sizes: Sizes, xp: Any = np):
+    def __init__(self, shape: CacheShape, sizes: Sizes, xp: Any = np, arena: type[Arena] = Arena):
         sizes.check(self.name)
         self.shape, self.sizes, self.xp = shape, sizes, xp
         self.positions = self.page_positions(sizes)
         self.check_layout()
         self.page_words = shape.page_words(self.positions, sizes.kv)
         self.columns = -(-sizes.context // self.positions)
-        self.arena = Arena(shape, sizes.streams, self.cache_words(shape, sizes), sizes.streams * sizes.window_rows, xp)
+        self.arena = arena(shape, *self.arena_sizes(shape, sizes), xp)
         self.free_slots = list(range(sizes.streams))
+        self.streams: dict[int, Stream] = {}
         self.current: Batch | None = None
         self.pages = xp.full(sizes.streams * self.columns, self.null_page, dtype=np.int32)
 
@@ -111,11 +120,19 @@ class Backend(ABC):
         """Words of the arena for keys and values."""
 
     @classmethod
+    def arena_runs(cls, sizes: Sizes) -> int:
+        """Runs of the arena that lie outside ``cache_words``: one a stream."""
+        return sizes.streams
+
+    @classmethod
+    def arena_sizes(cls, shape: CacheShape, sizes: Sizes) -> tuple[int, int, int]:
+        """(runs, cache words, record rows) of the arena."""
+        return cls.arena_runs(sizes), cls.cache_words(shape, sizes), sizes.streams * sizes.window_rows
+
+    @classmethod
     def arena_bytes(cls, shape: CacheShape, sizes: Sizes) -> int:
         """Bytes of the whole arena."""
-        return 4 * sum(
-            part_words(shape, sizes.streams, cls.cache_words(shape, sizes), sizes.streams * sizes.window_rows).values()
-        )
+        return 4 * sum(part_words(shape, *cls.arena_sizes(shape, sizes)).values())
 
     def positions_of(self, stream: Stream) -> int:
         """Positions a page of the stream."""
@@ -140,28 +157,84 @@ class Backend(ABC):
 
     # --- Streams ----------------------------------------------------------------------------------------------------------
 
-    def open(self, capacity: int | None = None) -> Stream:
-        """A new stream of ``capacity`` positions (default: the context), its recurrent state zero.
+    def open(self, capacity: int | None = None, begin: Beginning | None = None) -> Stream:
+        """A new stream of ``capacity`` positions (default: the context), which has room for all of them from now on.
 
-        Raises BackendError when no place is free, or for a capacity of less than 1 or more than the context.
+        begin: what it begins with, of a prompt that was read before; without, nothing is committed and its recurrent state is
+        zero. Raises BackendError for a capacity that this backend can never have, and NoRoom when it has none now.
         """
         capacity = self.sizes.context if capacity is None else capacity
+        self.check_fits(capacity)
+        if begin is not None:
+            self.check_beginning(begin, capacity)
+        if not self.free_slots:
+            raise NoRoom(f"{self.name}: no stream is free; release one")
+        stream = Stream(self, self.free_slots[0], capacity)
+        self.seat(stream, begin)
+        self.streams[self.free_slots.pop(0)] = stream
+        self.start(stream, begin)
+        return stream
+
+    def check_fits(self, capacity: int) -> None:
+        """Raise BackendError for a stream that would not fit if it were alone."""
         if not 1 <= capacity <= self.sizes.context:
             raise BackendError(
                 f"{self.name}: a stream of {capacity} positions: at least 1, and the context is {self.sizes.context}"
             )
-        if not self.free_slots:
-            raise BackendError(f"{self.name}: no stream is free; release one")
-        stream = Stream(self, self.free_slots.pop(0), capacity)
-        base = self.run_base(stream)
-        self.arena.words[base : base + self.shape.run_words] = 0
-        return stream
+
+    def check_beginning(self, begin: Beginning, capacity: int) -> None:
+        """Raise BackendError for what a stream of this capacity cannot begin with."""
+        if begin.positions > capacity:
+            raise BackendError(f"{self.name}: a stream of {capacity} positions cannot begin with {begin.positions}")
+        if isinstance(begin, Kept):
+            begin.check(self)
+        else:
+            begin.check_held(self)
+
+    def seat(self, stream: Stream, begin: Beginning | None) -> None:  # noqa: B027
+        """Claim all that the stream will need, if that is more than its place. Raises NoRoom, changing nothing."""
+
+    def start(self, stream: Stream, begin: Beginning | None) -> None:
+        """Fill the stream's run, and its first positions."""
+        if begin is None:
+            self.arena.zero(self.run_base(stream), self.shape.run_words)
+        elif self.arena.words is None:
+            stream.committed = stream.prompted = begin.positions
+        else:
+            restore(self, begin if isinstance(begin, Kept) else save_prefix(begin), stream)
+
+    def snapshot(self, stream: Stream) -> Beginning:
+        """The stream's positions as what others may begin with; it goes on. Release it when nobody will.
+
+        Raises BackendError where a decode pass has made some of them: prompt rows have other bits (spec serving §0). Raises
+        NoRoom where it takes pages and there are none.
+        """
+        self.check_prompted(stream)
+        return stream.save()
+
+    def check_prompted(self, stream: Stream) -> None:
+        """Raise BackendError unless the stream is open here, and prompt passes made all that it has committed."""
+        self.check_open(stream)
+        if stream.prompted < stream.committed:
+            raise BackendError(
+                f"{self.name}: stream {stream.number}: positions from {stream.prompted} on were generated; only what prompt "
+                "passes made can be begun with"
+            )
+
+    def check(self) -> None:
+        """Raise PoolBroken unless every place and page is free, or held by just those who hold it."""
+        if sorted([*self.free_slots, *self.streams]) != list(range(self.sizes.streams)):
+            raise PoolBroken(f"{self.name}: places free {self.free_slots}, taken {sorted(self.streams)}")
+        for slot, stream in self.streams.items():
+            if stream.released or stream.slot != slot or stream.committed > stream.capacity:
+                raise PoolBroken(f"{self.name}: stream {stream.number} does not belong to place {slot}")
 
     def release(self, stream: Stream) -> None:
         """Take a stream's place back. Raises BackendError for one that is not open here."""
         self.check_open(stream)
         self.freed(stream)
         self.free_slots = sorted([*self.free_slots, stream.slot])
+        del self.streams[stream.slot]
         stream.released = True
         if self.current is not None and stream in self.current.members:
             self.current = None
@@ -179,16 +252,9 @@ class Backend(ABC):
     def restore(self, kept: Kept, capacity: int | None = None) -> Stream:
         """A new stream that goes on where the kept one stood, whatever form of cache it was on.
 
-        Raises BackendError for a state of another shape or kv, and as open and claim do; then no stream is open.
+        Raises BackendError for a state of another shape or kv, and as open does; then no stream is open.
         """
-        kept.check(self)
-        stream = self.open(capacity)
-        try:
-            restore(self, kept, stream)
-        except BaseException:
-            stream.release()
-            raise
-        return stream
+        return self.open(capacity, kept)
 
     def claim(self, ends: Sequence[tuple[Stream, int]]) -> None:
         """Make sure that each (stream, end) has a place for positions below ``end``: all streams, or none.
@@ -216,6 +282,12 @@ class Backend(ABC):
         """
         words, shape = self.arena.words, self.shape
         return words[shape.state_offset(layer) :].view(np.float32), words[shape.history_offset(layer) :].view(BF16)
+
+    def state_at(self, base: int, layer: int) -> tuple[Any, Any]:
+        """(recurrent state [HV, DV, DK] float32, conv history [3, C] bf16) of a linear layer in the run that starts at a word."""
+        shape, (states, histories) = self.shape, self.linear_layer(layer)
+        dims, rows = (shape.value_heads, shape.value_dim, shape.key_dim), (shape.conv_rows, shape.conv_channels)
+        return states[base:][: prod(dims)].reshape(dims), histories[2 * base :][: prod(rows)].reshape(rows)
 
     def stream_row(self, stream: Stream, first: int, rows: int) -> list[int]:
         """The stream's row of the stream table; the planes are layer_tables' to add."""
@@ -395,7 +467,7 @@ class Backend(ABC):
                     *self.record(layer, batch), most, self.layout, self.sizes.kv,
                 )  # fmt: skip
         for stream, path in zip(batch.members, kept):
-            stream.committed += len(path)
+            stream.commit(len(path), prompt=batch.phase == PROMPT)
         self.current = None
 
     def kept_rows(self, batch: Batch, accepted: Sequence[int] | None) -> list[list[int]]:

@@ -14,12 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.arena import CacheShape
-from backends.page_copies import EXPONENTS, ROWS, into_cache, on_host, out_of_cache, parts
+from backends.page_copies import (
+    EXPONENTS,
+    ROWS,
+    Place,
+    into_cache,
+    on_host,
+    out_of_cache,
+    pages_place,
+    parts,
+    stream_place,
+)
 from backends.stream import BackendError, Stream
 from kernels_numba.fp8 import row_words
 
 if TYPE_CHECKING:
     from backends.base import Backend
+    from backends.prefix import Prefix
 
 Axes = dict[str, int]
 """The axes of an array in order, and their lengths."""
@@ -27,7 +38,8 @@ Axes = dict[str, int]
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A stream's first ``positions`` positions and the recurrent state behind them. kv: "bf16" or "fp8".
+    """A stream's first ``positions`` positions and the recurrent state behind them; the first ``prompted`` of them were made by
+    prompt passes. kv: "bf16" or "fp8".
 
     rows: uint32 [attention layers, K and V, KV heads, positions, row words], bf16 pairs or four e4m3 codes a word. exponents:
     int8 [attention layers, K and V, KV heads, positions] of an fp8 cache, else None. states: float32 [linear layers, HV, DV,
@@ -35,6 +47,7 @@ class Kept:
     """
 
     positions: int
+    prompted: int
     kv: str
     rows: NDArray[np.uint32]
     exponents: NDArray[np.int8] | None
@@ -51,6 +64,9 @@ class Kept:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    def release(self) -> None:
+        """Nothing of a backend's is held."""
 
     def check(self, backend: Backend) -> None:
         """Raise BackendError, naming what differs, unless a stream of the backend can take this state."""
@@ -96,15 +112,28 @@ def unlike(array: NDArray[Any], dtype: np.dtype, axes: Axes) -> str | None:
 def save(backend: Backend, stream: Stream) -> Kept:
     """A copy of what the stream has committed. Raises BackendError unless it is open here and in no pass."""
     check_between_passes(backend, stream)
-    shape, kv, positions = backend.shape, backend.sizes.kv, stream.committed
+    place = stream_place(backend, stream, stream.committed)
+    return copied(backend, stream.committed, stream.prompted, place, backend.run_base(stream))
+
+
+def save_prefix(prefix: Prefix) -> Kept:
+    """A copy of a prefix's positions. Raises BackendError once it is released."""
+    backend = prefix.backend
+    prefix.check_held(backend)
+    return copied(backend, prefix.positions, prefix.positions, pages_place(backend, prefix.pages), prefix.run_base)
+
+
+def copied(backend: Backend, positions: int, prompted: int, place: Place, run: int) -> Kept:
+    """A copy of positions that lie at ``place``, and of the recurrent state in the run that starts at word ``run``."""
+    shape, kv = backend.shape, backend.sizes.kv
     sizes = {name: (tuple(axes.values()), dtype) for name, (dtype, axes) in kept_axes(shape, kv, positions).items()}
     cached = {part.name: backend.xp.empty(*sizes[part.name]) for part in parts(shape, kv)}
-    out_of_cache(backend, stream, positions, cached)
+    out_of_cache(backend, place, positions, cached)
     states, histories = np.empty(*sizes["states"]), np.empty(*sizes["histories"])
-    for place, layer in enumerate(shape.linear_layers):
-        states[place], histories[place] = map(on_host, stream.state(layer))
+    for n, layer in enumerate(shape.linear_layers):
+        states[n], histories[n] = map(on_host, backend.state_at(run, layer))
     found = {name: on_host(array) for name, array in cached.items()}
-    return Kept(positions, kv, found[ROWS], found.get(EXPONENTS), states, histories)
+    return Kept(positions, prompted, kv, found[ROWS], found.get(EXPONENTS), states, histories)
 
 
 def restore(backend: Backend, kept: Kept, stream: Stream) -> None:
@@ -121,11 +150,15 @@ def restore(backend: Backend, kept: Kept, stream: Stream) -> None:
         )
     backend.claim([(stream, kept.positions)])
     names = [part.name for part in parts(backend.shape, kept.kv)]
-    into_cache(backend, stream, kept.positions, {name: backend.xp.asarray(kept.arrays[name]) for name in names})
-    for place, layer in enumerate(backend.shape.linear_layers):
-        for memory, array in zip(stream.state(layer), (kept.states[place], kept.histories[place]), strict=True):
+    place, arrays = (
+        stream_place(backend, stream, kept.positions),
+        {n: backend.xp.asarray(kept.arrays[n]) for n in names},
+    )
+    into_cache(backend, place, kept.positions, arrays)
+    for n, layer in enumerate(backend.shape.linear_layers):
+        for memory, array in zip(stream.state(layer), (kept.states[n], kept.histories[n]), strict=True):
             memory[:] = backend.xp.asarray(array)
-    stream.committed = kept.positions
+    stream.committed, stream.prompted = kept.positions, kept.prompted
 
 
 def check_between_passes(backend: Backend, stream: Stream) -> None:

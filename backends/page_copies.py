@@ -6,6 +6,7 @@ a page lies is asked of the backend's own address function.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,19 +49,29 @@ def parts(shape: CacheShape, kv: str) -> list[Part]:
     return [rows, exponents] if kv == "fp8" else [rows]
 
 
-def out_of_cache(backend: Backend, stream: Stream, positions: int, arrays: dict[str, Any]) -> None:
-    """Copy the stream's first positions into ``arrays``, by part: [attention layers, 2, HK, positions, ...]."""
-    starts = page_starts(backend, stream, positions)
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where cached positions lie. starts: int64 [pages], the words at which their pages start; ptok: positions a page."""
+
+    starts: NDArray[np.int64]
+    ptok: int
+
+    def side(self, backend: Backend, part: Part) -> Side:
+        """As the planner takes it."""
+        return Side(self.starts * part.a_word, part.planes(backend.shape, self.ptok, backend.sizes.kv), self.ptok)
+
+
+def out_of_cache(backend: Backend, place: Place, positions: int, arrays: dict[str, Any]) -> None:
+    """Copy the first positions into ``arrays``: of each part, [attention layers, 2, HK, positions, ...] on the device."""
     for part in parts(backend.shape, backend.sizes.kv):
-        cached, kept = stream_side(backend, stream, starts, part), contiguous_side(backend, positions, part)
+        cached, kept = place.side(backend, part), contiguous_side(backend, positions, part)
         launch(backend, arrays[part.name], backend.arena.words, cached, kept, positions, part)
 
 
-def into_cache(backend: Backend, stream: Stream, positions: int, arrays: dict[str, Any]) -> None:
-    """The way back; the stream has a place for the positions."""
-    starts = page_starts(backend, stream, positions)
+def into_cache(backend: Backend, place: Place, positions: int, arrays: dict[str, Any]) -> None:
+    """The way back; all positions have a place."""
     for part in parts(backend.shape, backend.sizes.kv):
-        cached, kept = stream_side(backend, stream, starts, part), contiguous_side(backend, positions, part)
+        cached, kept = place.side(backend, part), contiguous_side(backend, positions, part)
         launch(backend, backend.arena.words, arrays[part.name], kept, cached, positions, part)
 
 
@@ -68,32 +79,27 @@ def copy_page(backend: Backend, source: int, target: int, positions: int) -> Non
     """Copy the first positions of every layer of one page of the pool to another, by their ids; they are not the same one."""
     words = backend.arena.words
     for part in parts(backend.shape, backend.sizes.kv):
-        planes = part.planes(backend.shape, backend.positions, backend.sizes.kv)
-        here, there = (
-            Side(np.array([page * backend.page_words * part.a_word], np.int64), planes, backend.positions)
-            for page in (source, target)
-        )
+        here, there = (pages_place(backend, [page]).side(backend, part) for page in (source, target))
         launch(backend, words, words, here, there, positions, part)
 
 
 # --- Sides and launches -----------------------------------------------------------------------------------------------
 
 
-def page_starts(backend: Backend, stream: Stream, positions: int) -> NDArray[np.int64]:
-    """int64 [pages]: the words at which the pages of the stream's first positions start."""
+def stream_place(backend: Backend, stream: Stream, positions: int) -> Place:
+    """Where the stream's first positions lie, as its own page table and the backend's address function say."""
     row = backend.stream_row(stream, 0, 0)
     firsts = np.arange(0, positions, row[PTOK], dtype=np.int64)
     found = backend.xp.zeros((len(firsts), 2), dtype=np.int64)
     page_words = backend.shape.page_words(row[PTOK], backend.sizes.kv)
-    numbers = backend.xp.asarray(firsts)
-    locate(found, numbers, backend.pages, row[BASE], row[TABLE], row[PTOK], page_words, backend.layout)
-    return on_host(found)[:, 0]
+    address = (backend.pages, row[BASE], row[TABLE], row[PTOK], page_words)
+    locate(found, backend.xp.asarray(firsts), *address, layout=backend.layout)
+    return Place(on_host(found)[:, 0], row[PTOK])
 
 
-def stream_side(backend: Backend, stream: Stream, starts: NDArray[np.int64], part: Part) -> Side:
-    """The stream's rows in the arena."""
-    ptok = backend.positions_of(stream)
-    return Side(starts * part.a_word, part.planes(backend.shape, ptok, backend.sizes.kv), ptok)
+def pages_place(backend: Backend, pages: Sequence[int]) -> Place:
+    """Where pages of the pool lie, by their ids."""
+    return Place(np.array(pages, np.int64) * backend.page_words, backend.positions)
 
 
 def contiguous_side(backend: Backend, positions: int, part: Part) -> Side:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kernels_numba.decode_plan import MOST_ROWS
@@ -12,25 +11,33 @@ from kernels_numba.fp8 import KV_TYPES
 if TYPE_CHECKING:
     from backends.base import Backend
     from backends.kept import Kept
+    from backends.pool import Claim
 
 
 class BackendError(Exception):
     """A backend was asked for what it cannot do: one line that says what would do."""
 
 
+class NoRoom(BackendError):
+    """There is no room now; there will be when streams or kept prompts are released. Nothing was taken."""
+
+
 @dataclass(eq=False)
 class Stream:
     """One sequence's place: its cache rows, window record and recurrent state. ``committed`` positions are kept.
 
-    number: of its place among the backend's. A released stream has no slot any more, so nothing can be reached through
-    it: every use raises BackendError.
+    prompted: the first so many of them were made by prompt passes, so others may begin with them. pages: that hold its
+    positions, claim: what it was promised, where it takes pages. number: of its place among the backend's. A released stream
+    has no slot any more, so nothing can be reached through it: every use raises BackendError.
     """
 
     backend: Backend
     number: int
     capacity: int
     committed: int = 0
+    prompted: int = 0
     pages: list[int] = field(default_factory=list)
+    claim: Claim | None = None
     released: bool = False
 
     @property
@@ -48,12 +55,16 @@ class Stream:
         """Make sure that positions below ``end`` have a place. Raises BackendError as Backend.claim does."""
         self.backend.claim([(self, end)])
 
+    def commit(self, rows: int, prompt: bool) -> None:
+        """So many more positions are kept; prompt: a prompt pass made them."""
+        if prompt and self.prompted == self.committed:
+            self.prompted += rows
+        self.committed += rows
+
     def state(self, layer: int) -> tuple[Any, Any]:
         """(recurrent state [HV, DV, DK] float32, conv history [3, C] bf16) of a linear layer: the memory itself."""
-        shape, base = self.backend.shape, self.backend.run_base(self)
-        states, histories = self.backend.linear_layer(layer)
-        dims, rows = (shape.value_heads, shape.value_dim, shape.key_dim), (shape.conv_rows, shape.conv_channels)
-        return states[base:][: prod(dims)].reshape(dims), histories[2 * base :][: prod(rows)].reshape(rows)
+        self.check_open()
+        return self.backend.state_at(self.backend.run_base(self), layer)
 
     def save(self) -> Kept:
         """A copy of all that is committed, on the host. Raises BackendError once released, or while in a pass."""
@@ -77,7 +88,8 @@ class Sizes:
     context: positions a stream has room for. streams: how many at once. page_size: positions a page, for backends that let one
     choose. window_rows: rows of one stream's decode pass, at most. spare_pages: pages beyond what the streams can need.
     shuffle: seed of an order of the pages in which they are handed out (None: lowest first). kv: "bf16" or "fp8", what a
-    cache row is made of. attention: one of ATTENTION.
+    cache row is made of. attention: one of ATTENTION. pool: pages in all, the streams' runs among them (None: as many as the
+    streams can need together, and the spare ones).
     """
 
     context: int
@@ -88,13 +100,14 @@ class Sizes:
     shuffle: int | None = None
     kv: str = "bf16"
     attention: str = TILES
+    pool: int | None = None
 
     def check(self, name: str) -> None:
         """Raise BackendError for sizes that make no sense."""
         for field_name in ("context", "streams", "page_size", "window_rows"):
             if getattr(self, field_name) < 1:
                 raise BackendError(f"{name}: {field_name} {getattr(self, field_name)}: at least 1")
-        for field_name in ("spare_pages", "shuffle"):
+        for field_name in ("spare_pages", "pool", "shuffle"):
             if (getattr(self, field_name) or 0) < 0:
                 raise BackendError(f"{name}: {field_name} {getattr(self, field_name)}: at least 0")
         if self.window_rows > MOST_ROWS:

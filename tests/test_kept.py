@@ -23,7 +23,7 @@ from refengine.contract.registry import OWN_BACKENDS
 from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import load_model
-from refengine.serve.passes import Session
+from refengine.serve.session import Session
 from refengine.verify.launches import one_of_each_kind
 
 CPU, CONTEXT, POSITIONS = open_device("cpu"), 300, 270
@@ -135,7 +135,7 @@ def test_saved_bytes_do_not_depend_on_unused_slots(name, size, kv):
 
 
 def held_bytes(made: Backend, stream: Stream) -> np.ndarray:
-    """bool [arena bytes]: the stream's committed rows of every attention layer, and all recurrent states."""
+    """bool [arena bytes]: the stream's committed rows of every attention layer, and its recurrent states."""
     held = np.zeros(made.arena.words.nbytes, bool)
     own, ptok = cells(made, stream, stream.committed, CPU), made.positions_of(stream)
     planes = np.array([made.shape.planes(layer, ptok, made.sizes.kv) for layer in made.shape.attention_layers])
@@ -143,7 +143,8 @@ def held_bytes(made: Backend, stream: Stream) -> np.ndarray:
         held[own.rows + k] = True
         if own.exponents is not None:
             held[own.exponents + k_exp] = True
-    held[4 * made.arena.starts["states"] : 4 * made.arena.starts["records"]] = True
+    run = 4 * made.run_base(stream)
+    held[run : run + 4 * made.shape.run_words] = True
     return held
 
 
@@ -184,22 +185,28 @@ def backend_for(name: str, kv: str) -> Backend:
     return backend_class(name)(cache_shape(TINY), Sizes(CONTEXT, 1, 48, 1, 3, 7, kv))
 
 
+def session_on(model: Qwen35, made: Backend, stream: Stream, rows: int) -> Session:
+    """A session whose one stream is open already."""
+    session = Session(model, made, CPU, [PROMPT_IDS], rows)
+    session.requests[0].stream = stream
+    return session
+
+
 def go_on(model: Qwen35, made: Backend, stream: Stream) -> list[bytes]:
     """The rest of the prompt, then decode steps: the logits of each pass."""
-    session = Session(model, made, CPU, [PROMPT_IDS], 96)
-    session.streams, session.replies = [stream], [[]]
-    passes = [session.step(PROMPT, {0: session.chunk(0)}, None), *session.write(TOKENS)]
+    session = session_on(model, made, stream, 96)
+    (request,) = session.requests
+    passes = [session.forward(PROMPT, {request: request.chunk(96)}), *session.write(TOKENS)]
     assert all(np.isfinite(p.logits).all() for p in passes) and len(passes) == TOKENS
     return [p.logits.tobytes() for p in passes]
 
 
 def half_read(model: Qwen35, made: Backend) -> Stream:
     """A stream that has read 50 tokens of the prompt."""
-    stream = made.open()
-    session = Session(model, made, CPU, [PROMPT_IDS], 50)
-    session.streams, session.replies = [stream], [[]]
-    session.step(PROMPT, {0: session.chunk(0)}, None)
-    return stream
+    session = session_on(model, made, made.open(), 50)
+    (request,) = session.requests
+    session.forward(PROMPT, {request: request.chunk(50)})
+    return request.place
 
 
 @pytest.fixture(scope="module")
@@ -326,18 +333,19 @@ def test_a_state_that_is_not_whole_is_refused():
 
 def test_a_capacity_that_does_not_hold_the_state_is_refused():
     made = empty_backend()
-    with pytest.raises(BackendError, match="position 269 is past its capacity of 100"):
+    with pytest.raises(BackendError, match="a stream of 100 positions cannot begin with 270"):
         made.restore(on_window("bf16"), 100)
-    assert made.free_slots == [0, 1] and len(made.pool.free) == made.pool.count
+    made.check()
+    assert made.free_slots == [0, 1] and made.pool.available == made.pool.count
     assert made.restore(on_window("bf16"), POSITIONS).capacity == POSITIONS
 
 
 def test_a_full_pool_leaves_nothing_open():
     made = empty_backend()
     made.pool.take(made.pool.count - 3)
-    with pytest.raises(BackendError, match="17 pages wanted, 3 of 38 are free"):
+    with pytest.raises(BackendError, match="44 pages wanted, 3 of 88 are free"):
         made.restore(on_window("bf16"))
-    assert made.free_slots == [0, 1] and len(made.pool.free) == 3
+    assert made.free_slots == [0, 1] and made.pool.available == 3
 
 
 def test_only_an_open_stream_between_passes_is_saved_and_only_an_empty_one_restored():

@@ -33,7 +33,9 @@ def state(kv: str) -> Kept:
     rows = rng.integers(0, 2**32, (2, 2, 2, n, 8), np.uint32)
     exponents = rng.integers(-128, 127, (2, 2, 2, n), np.int8) if kv == "fp8" else None
     states = rng.standard_normal((1, 3, 8, 8), np.float32)
-    return Kept(n, kv, rows, exponents, states, rng.standard_normal((1, 3, 10), np.float32).astype(ml_dtypes.bfloat16))
+    return Kept(
+        n, n, kv, rows, exponents, states, rng.standard_normal((1, 3, 10), np.float32).astype(ml_dtypes.bfloat16)
+    )
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def refused(path: Path, words: str = "not a kept state as it was written", kind:
 def test_what_was_written_is_read(path, kv):
     written(path, kv)
     ids, found = load(path, MINE)
-    assert ids == IDS and (found.positions, found.kv) == (len(IDS), kv)
+    assert ids == IDS and (found.positions, found.prompted, found.kv) == (len(IDS), len(IDS), kv)
     assert set(found.arrays) == set(state(kv).arrays)
     for name, array in state(kv).arrays.items():
         assert_same_bits(found.arrays[name], array)
@@ -78,7 +80,7 @@ def test_a_stream_goes_through_a_file_from_pages_to_a_window(path):
 
 def test_a_state_of_no_positions_is_read(path):
     kept = state("bf16")
-    save(path, [], replace(kept, positions=0, rows=kept.rows[:, :, :, :0].copy()), "a model", MINE)
+    save(path, [], replace(kept, positions=0, prompted=0, rows=kept.rows[:, :, :, :0].copy()), "a model", MINE)
     ids, found = load(path, MINE)
     assert ids == [] and found.rows.shape == (2, 2, 2, 0, 8)
 
@@ -203,7 +205,9 @@ def sealed(tensors: dict, **about: str) -> bytes:
     return content.replace(kept_files.NO_DIGEST.encode(), hashlib.sha256(content).hexdigest().encode())
 
 
-ABOUT = {"format": kept_files.FORMAT, "model": "a model", "fingerprint": MINE, "kv": "bf16", "positions": "17"}
+ABOUT = {
+    "format": kept_files.FORMAT, "model": "a model", "fingerprint": MINE, "kv": "bf16", "positions": "17", "prompted": "17",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -213,6 +217,7 @@ ABOUT = {"format": kept_files.FORMAT, "model": "a model", "fingerprint": MINE, "
         ({"kv": "int4"}, "kv int4, 17 positions"),
         ({"positions": "18"}, r"18 positions, \[17\] ids"),
         ({"positions": "many"}, "invalid literal"),
+        ({"prompted": "18"}, "17 positions, 18 of them prompt"),
         ({"fingerprint": None}, "lacks 'fingerprint'"),
     ],
 )

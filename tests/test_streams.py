@@ -11,6 +11,7 @@ from backends.base import DECODE, PROMPT, Backend, BackendError, Norms, Sizes, b
 from backends.layout import Layout, locate_paged
 from backends.paged import PagedBackend
 from backends.paged_p256 import PagedP256Backend
+from backends.pool import PoolFull
 from kernels_numba.rope_store import rope_table
 from refengine.model import cache_shape
 from refengine.registry import load_model
@@ -49,15 +50,15 @@ def run_pass(backend: Backend, phase: str, work) -> np.ndarray:
 
 def snapshot(backend: Backend, *streams) -> tuple:
     """All that a refused call must leave as it is."""
-    pool = sorted(backend.pool.free) if backend.paged else []
+    pool = (backend.pool.holders.tolist(), backend.pool.promised) if backend.paged else None
     held = [(s.committed, list(s.pages), s.released) for s in streams]
     return backend.arena.words.tobytes(), backend.pages.tobytes(), list(backend.free_slots), pool, backend.current, held
 
 
-def refused(words: str, call, backend: Backend, *streams) -> None:
+def refused(words: str, call, backend: Backend, *streams, error: type[Exception] = BackendError) -> None:
     """The call raises one line with the words and changes nothing."""
     before = snapshot(backend, *streams)
-    with pytest.raises(BackendError, match=words) as caught:
+    with pytest.raises(error, match=words) as caught:
         call()
     assert "\n" not in str(caught.value) and snapshot(backend, *streams) == before
 
@@ -127,16 +128,19 @@ def test_a_pass_that_makes_no_sense_is_refused(made, phase, second, words):
 
 
 @pytest.mark.parametrize("name", ["paged", "paged-p256"])
-def test_streams_grow_all_or_none(name):
-    """One page is lacking, and not the first stream's: neither gets any."""
+def test_a_stream_that_was_opened_never_runs_out(name):
+    """Whoever comes later is refused, and takes nothing of what was promised."""
     made = build(name)
     a, b = made.open(), made.open()
-    taken = made.pool.take(len(made.pool.free) - (2 * made.columns - 1))
-    whole = [(a, CONTEXT), (b, CONTEXT)]
-    words = f"{2 * made.columns} pages wanted, {2 * made.columns - 1} of .* are free; release a stream"
-    refused(words, lambda: made.batch(PROMPT, whole), made, a, b)
+    taken = made.pool.take(made.pool.available)
+    refused("1 pages wanted, .* are free, .* of them promised", lambda: made.pool.take(1), made, a, b, error=PoolFull)
+    assert made.batch(PROMPT, [(a, CONTEXT), (b, CONTEXT)]).rows == 2 * CONTEXT
+    assert made.held_pages(a) == made.held_pages(b) == made.columns and not made.pool.free
     made.pool.give_back(taken)
-    assert made.batch(PROMPT, whole).rows == 2 * CONTEXT and made.held_pages(a) == made.held_pages(b) == made.columns
+    b.release()
+    made.pool.take(made.pool.free - 1)
+    words = f"{made.columns + made.run_pages} pages wanted, 1 of {made.pool.count} are free; release a stream"
+    refused(words, made.open, made, a)
 
 
 # --- A batch that is over -------------------------------------------------------------------------------------------

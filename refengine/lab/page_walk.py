@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -50,7 +50,7 @@ class Piece:
 
 
 class PageWalk:
-    """A stream of ``positions`` positions in a shuffled pool of the tiny model's pages.
+    """A stream of ``positions`` positions in a shuffled pool of the tiny model's pages, its recurrent state left out.
 
     page_size: positions a page. positions: default, the whole pages that hold six items, two at least.
     Raises BackendError when page_size is less than 1.
@@ -59,7 +59,7 @@ class PageWalk:
     def __init__(self, page_size: int, positions: int | None = None):
         self.page_size = page_size
         self.positions = positions or page_size * max(2, -(-6 * ITEM // max(1, page_size)))
-        self.shape = cache_shape(load_model("qwen3.5-tiny"))
+        self.shape = replace(cache_shape(load_model("qwen3.5-tiny")), linear_layers=())
         sizes = Sizes(self.positions, page_size=page_size, spare_pages=SPARE_PAGES, shuffle=SHUFFLE)
         self.backend = PagedBackend(self.shape, sizes)
         self.stream = self.backend.open()

@@ -29,7 +29,7 @@ FORMAT = "refengine-kept-1"
 SUFFIX = ".safetensors"
 DAMAGED = ".damaged"
 """Added to the name of a file that ``load_all`` found damaged."""
-ABOUT = ("format", "model", "fingerprint", "kv", "positions")
+ABOUT = ("format", "model", "fingerprint", "kv", "positions", "prompted")
 FIELD, DIGITS = b'"sha256":"', 64
 NO_DIGEST = "0" * DIGITS
 DTYPES = {"I64": np.int64, "U32": np.uint32, "I8": np.int8, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
@@ -64,6 +64,7 @@ def save(path: str | Path, ids: Sequence[int], kept: Kept, model: str, fingerpri
         "fingerprint": fingerprint,
         "kv": kept.kv,
         "positions": str(kept.positions),
+        "prompted": str(kept.prompted),
     }
     tensors = {"ids": np.array(ids, np.int64), **kept.arrays}
     content = safetensors.save(tensors, metadata={**about, "sha256": NO_DIGEST})
@@ -180,9 +181,11 @@ def arrays(content: bytes) -> dict[str, np.ndarray]:
 
 def understood(about: dict[str, str], tensors: dict[str, np.ndarray]) -> tuple[list[int], Kept]:
     """(token ids, kept state). Raises ValueError or KeyError for what no state has; its shape is the backend's to check."""
-    kv, positions, ids = about["kv"], int(about["positions"]), tensors.pop("ids")
+    kv, positions, prompted, ids = about["kv"], int(about["positions"]), int(about["prompted"]), tensors.pop("ids")
     rows, states, histories = (tensors.pop(name) for name in ("rows", "states", "histories"))
-    kept = Kept(positions, kv, rows, tensors.pop("exponents", None), states, histories)
+    kept = Kept(positions, prompted, kv, rows, tensors.pop("exponents", None), states, histories)
+    if not 0 <= prompted <= positions:
+        raise ValueError(f"{positions} positions, {prompted} of them prompt")
     if kv not in KV_TYPES or ids.shape != (positions,) or tensors:
         raise ValueError(f"kv {kv}, {positions} positions, {list(ids.shape)} ids, and of no use: {sorted(tensors)}")
     return [int(i) for i in ids], kept

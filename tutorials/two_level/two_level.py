@@ -57,10 +57,8 @@ class TwoLevelBackend(PagedBackend):
             self.pages[self.leaf_start(leaves[-1]) + number % LEAF] = page
             stream.pages.append(page)
 
-    def freed(self, stream: Stream) -> None:
-        """Give the pages and the leaves back; their entries name the null page again."""
-        self.pool.give_back(stream.pages)
-        stream.pages = []
+    def forget(self, stream: Stream) -> None:
+        """Give the leaves back; their entries name the null page again."""
         for number, leaf in enumerate(self.taken.pop(stream.slot, [])):
             self.pages[self.leaf_start(leaf) : self.leaf_start(leaf) + LEAF] = self.null_page
             self.pages[stream.slot * self.entries + number] = self.null_page
