@@ -16,8 +16,9 @@ from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.serve.drafters import JoinedDrafter, MtpDrafter, NgramDrafter
 from refengine.serve.drafts import Draft, chain, cut, joined, siblings
-from refengine.serve.passes import Pass, Session
+from refengine.serve.forward import Pass
 from refengine.serve.sampling import Sampling
+from refengine.serve.session import Session
 from refengine.serve.windows import Chunk, Window
 from refengine.verify.launches import one_of_each_kind
 
@@ -176,7 +177,7 @@ def test_the_head_guesses_alike_whatever_was_drafted():
         one = session([*drafters, None, None], head=head)
         for _ in one.run(TOKENS):
             pass
-        alike.append(one.ranked[0])
+        alike.append(one.requests[0].ranked)
     assert alike[0] == alike[1] and len(set(alike[0])) == 4
 
 

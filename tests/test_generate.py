@@ -22,7 +22,8 @@ from refengine.device import open_device
 from refengine.model import Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.registry.parts import Mtp
-from refengine.serve.passes import Session
+from refengine.serve.forward import Forward
+from refengine.serve.session import Session
 from refengine.verify.hashes import token_hash
 from refengine.verify.launches import one_of_each_kind
 from refengine.verify.predictable import predictable
@@ -142,8 +143,8 @@ def test_what_is_asked_for_reaches_the_cache(plain, reply, monkeypatch, argument
 def test_drafts_change_nothing_but_the_passes(plain, reply, monkeypatch, sampled, kv):
     """Weights of a model that can be guessed, so that drafts are accepted, and others are not."""
     monkeypatch.setattr(generate, "load_weights", lambda *a: predictable(load_weights(*a), 2.0**-6))
-    steps, step = [], Session.step
-    monkeypatch.setattr(Session, "step", lambda *a: steps.append(1) or step(*a))
+    steps, step = [], Forward.__call__
+    monkeypatch.setattr(Forward, "__call__", lambda *a: steps.append(1) or step(*a))
     replies, passes = {}, {}
     for drafts in ("none", "ngram", "mtp", "both"):
         replies[drafts] = reply(plain, "--drafts", drafts, "--kv", kv, *sampled, tokens=24)
@@ -184,8 +185,8 @@ def test_a_draw_from_one_token_is_greedy(plain, reply, narrow):
 def test_each_token_is_shown_before_the_next_pass(call, plain, monkeypatch):
     """It streams: pass, text, pass, text; then what is left, and the end of the line."""
     events = []
-    step, show = Session.step, output.show
-    monkeypatch.setattr(Session, "step", lambda *a: events.append("pass") or step(*a))
+    step, show = Forward.__call__, output.show
+    monkeypatch.setattr(Forward, "__call__", lambda *a: events.append("pass") or step(*a))
     monkeypatch.setattr(output, "show", lambda piece: events.append("text") or show(piece))
     assert call(plain, "--prompt", PROMPT, "--tokens", 3)[0] == 0
     assert events == ["pass", "text"] * 3 + ["text"] * 2
@@ -220,8 +221,8 @@ def test_chat_is_the_rendered_conversation(folder, reply, monkeypatch):
     pytest.importorskip("jinja2", reason="jinja2 is not installed: the extra [hf]")
     write_tokenizer(folder)
     tokenizer, prompts = make_tokenizer(), []
-    step = Session.step
-    monkeypatch.setattr(Session, "step", lambda self, *a: prompts.append(self.prompts[0]) or step(self, *a))
+    read = Session.read
+    monkeypatch.setattr(Session, "read", lambda self, *a: prompts.append(self.prompts[0]) or read(self, *a))
     reply(folder, "--chat", "--system", "be short", prompt="a page", tokens=1)
     start, end = (tokenizer.token_to_id(f"<|im_{word}|>") for word in ("start", "end"))
     words = [tokenizer.encode(t).ids for t in ("system\nbe short", "\n", "user\na page", "\n", "assistant\n")]

@@ -22,8 +22,8 @@ from refengine.checkpoint import load_mtp, load_weights, make_checkpoint, open_c
 from refengine.device import open_device
 from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import load_model
-from refengine.serve.passes import Session
 from refengine.serve.sampling import Sampling, draw
+from refengine.serve.session import Session
 from refengine.verify.launches import one_of_each_kind, rehearse_drafts, rehearse_head
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))

@@ -20,9 +20,9 @@ from refengine.errors import UserError
 from refengine.model import MtpHead, Qwen35, cache_shape, check_dims
 from refengine.registry import ModelSpec
 from refengine.serve.drafters import Drafter, JoinedDrafter, MtpDrafter, NgramDrafter
-from refengine.serve.passes import Session
 from refengine.serve.replies import NoToken
 from refengine.serve.sampling import Sampling
+from refengine.serve.session import Session
 from refengine.text import Message, Text, open_chat_template, open_text
 from refengine.verify.hashes import token_hash
 

@@ -10,8 +10,9 @@ from itertools import chain
 
 from backends.base import DECODE
 from refengine.commands.report import progress_bar
-from refengine.serve.passes import Pass, Session
+from refengine.serve.forward import Pass
 from refengine.serve.replies import tokens_of
+from refengine.serve.session import Session
 from refengine.text import TextStream
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from refengine.serve.passes import Pass, Session
+from refengine.serve.forward import Pass
+from refengine.serve.session import Session
 
 
 class NoToken(Exception):

@@ -11,7 +11,8 @@ import numpy as np
 from backends.base import PROMPT, Backend
 from refengine.device import Device
 from refengine.model import Qwen35
-from refengine.serve.passes import Pass, Session
+from refengine.serve.forward import Pass
+from refengine.serve.session import Session
 from refengine.verify.hashes import array_hash, logits_hash, token_hash
 from refengine.verify.witness import Witness
 

@@ -10,7 +10,7 @@ from typing import Any
 from backends.base import Backend, Sizes, backend_class
 from refengine.device import Device
 from refengine.model import MtpHead, Qwen35, cache_shape
-from refengine.serve.passes import Session
+from refengine.serve.session import Session
 from refengine.serve.sampling import GREEDY, Sampling
 from refengine.verify.equalities import (
     CHUNKED_TOKENS,

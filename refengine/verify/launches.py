@@ -27,8 +27,8 @@ from refengine.checkpoint import Checkpoint, load_mtp, load_weights
 from refengine.device import open_device
 from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import ModelSpec, load_model
-from refengine.serve.passes import Session
 from refengine.serve.sampling import Sampling, draw
+from refengine.serve.session import Session
 
 PROMPT_ROWS, PAGE_SIZE = 512, 48
 LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33

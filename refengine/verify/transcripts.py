@@ -12,7 +12,8 @@ import numpy as np
 from backends.base import DECODE, PROMPT
 from refengine.model import MtpHead
 from refengine.serve.drafters import Drafter
-from refengine.serve.passes import Pass, Session
+from refengine.serve.forward import Pass
+from refengine.serve.session import Session
 from refengine.verify.hashes import logits_hash, token_hash
 
 Progress = Callable[[], None]
@@ -91,16 +92,13 @@ class Start:
         for stream in session.streams:
             stream.grow(stream.capacity)
         self.session, self.words = session, session.backend.arena.words.copy()
-        self.committed = [stream.committed for stream in session.streams]
-        self.replies, self.ranked = [list(reply) for reply in session.replies], dict(session.ranked)
+        self.places = [(one, one.place.committed, list(one.reply), one.ranked) for one in session.opened]
 
     def put_back(self) -> None:
         """Make caches, states, replies and guesses what they were; the streams' pages have not changed."""
-        session = self.session
-        session.backend.arena.words[:] = self.words
-        for stream, committed in zip(session.streams, self.committed):
-            stream.committed = committed
-        session.replies, session.ranked = [list(reply) for reply in self.replies], dict(self.ranked)
+        self.session.backend.arena.words[:] = self.words
+        for one, committed, reply, ranked in self.places:
+            one.place.committed, one.reply, one.ranked = committed, list(reply), ranked
 
 
 PLAIN = "plain"
@@ -117,9 +115,9 @@ def together(
     follow; then the next streams join. Streams that join together read their prompts together, for the session's drafters.
     """
     found: Together = {}
-    head, drafters, prompts = session.head, session.drafters, list[Pass]()
+    head, drafters, prompts = session.head, [one.drafter for one in session.requests], list[Pass]()
     for count in counts:
-        session.head, session.drafters = head, drafters
+        session.draft_with(drafters, head)
         prompts += session.read(count - len(session.streams), tokens)
         start = Start(session)
         done()
@@ -136,8 +134,7 @@ def decoded(
 ) -> list[Transcript]:
     """A decode from the start, which is put back. head: reads along if a drafter looks at its guesses."""
     session = start.session
-    session.drafters = decode.drafters or [None] * len(session.streams)
-    session.head = head if session.guesses else None
+    session.draft_with(decode.drafters or [None] * len(session.streams), head)
     passes = [*prompts, *session.write(tokens)]
     found = [transcript(n, passes, session.replies[n]) for n in range(len(session.streams))]
     start.put_back()
