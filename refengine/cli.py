@@ -15,6 +15,7 @@ import typer
 from backends.base import BackendError
 from kernels_numba.machine import KernelError
 from refengine import __version__
+from refengine import debug as debug_mode
 from refengine.errors import UserError
 
 UsageError: type = typer.BadParameter.__mro__[1]
@@ -156,13 +157,16 @@ def equal(
     ] = 272,
     prompt_rows: Annotated[str, typer.Option(help="Rows a prompt pass, of equality 5a.")] = "17,100",
     attention: Annotated[str, typer.Option(help="Attention kernels: tiles, scalar-batch or scalar-decode.")] = "tiles",
-    only: Annotated[str | None, typer.Option(help="One equality: 1, 2, 4 or 5a. Default: all.")] = None,
+    only: Annotated[str | None, typer.Option(help="One equality: 1, 2, 3, 4, 5a, 5b or 6. Default: all.")] = None,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Plant a fault for each equality, which must fail, and run nothing else.")
+    ] = False,
     device: DeviceName = "auto",
     json: Json = None,
     seed: Annotated[int, typer.Option(help="Of weights, prompts, page order and draws.")] = 0,
 ) -> None:
-    """Run the serving equalities, bit for bit: 1 paged == window, 2 together == alone, 4 drafted == plain, 5a chunked == one
-    pass.
+    """Run the serving equalities, bit for bit: 1 paged == window, 2 together == alone, 3 resumed == fresh, 4 drafted == plain, 5a
+    chunked == one pass, 5b preempted or waited == not, 6 more streams than the pool has room for == each alone.
 
     Ends `EQUALITIES n held, m failed, k unchecked`; a check that was not put to the test is unchecked.
 
@@ -170,7 +174,9 @@ def equal(
     """
     from refengine.commands.equal import Request, run
 
-    request = Request(model, kv, attention, streams, page_sizes, tokens, prompt_tokens, prompt_rows, only, device, seed)
+    request = Request(
+        model, kv, attention, streams, page_sizes, tokens, prompt_tokens, prompt_rows, only, device, seed, controls,
+    )  # fmt: skip
     raise typer.Exit(run(request, json))
 
 
@@ -247,12 +253,61 @@ def contract(
     raise typer.Exit(run(request, json))
 
 
+@app.command()
+def pool(
+    model: Annotated[str, typer.Argument(help="A registry name (`refengine models`).")] = "qwen3.8-27b",
+    requests: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|SHORT",
+            help="COUNTxPROMPT+REPLY in tokens, commas between several; or a YAML file of requests.",
+        ),
+    ] = "16x109000+48",
+    parallel: Annotated[int, typer.Option(help="Streams at once: reserved with windows, a cap with pages.")] = 16,
+    context: Annotated[int, typer.Option(help="Positions of a stream, at most.")] = 131072,
+    kv_pages: Annotated[
+        int | None, typer.Option(help="This page size alone; 0: windows alone. Default: windows and --page-sizes.")
+    ] = None,
+    kv_pages_all: Annotated[
+        str, typer.Option(help="1: every stream takes pages; anything else: the first keeps a window.")
+    ] = "1",
+    page_sizes: Annotated[str, typer.Option(help="Positions a page; every size is run.")] = "16,48,256",
+    kv: Kv = "bf16",
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(help="Memory of the device. Default: what leaves 88 GiB beside the model and the reserve."),
+    ] = None,
+    prompt_rows: Annotated[int, typer.Option(help="Rows a prompt pass, all streams together.")] = 4096,
+    prompt_cache: Annotated[
+        bool, typer.Option("--prompt-cache/--no-prompt-cache", help="Keep prompts in pages for those that begin alike.")
+    ] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw who holds the memory into this file, .svg or .png.")] = None,
+    json: Json = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts' tokens.")] = 0,
+) -> None:
+    """Simulate the admission of a list of requests: what fits, who waits, and what is wasted, for each page size.
+
+    The engine's own scheduler, pool and prompt cache run; nothing is computed and no memory is taken. Ends
+    `POOL n requests: m finished, k waited, r refused`.
+
+    Example: `refengine pool qwen3.8-27b --requests 16x109000+48 --page-sizes 48,256`
+    """
+    from refengine.commands.pool import Request, run
+
+    request = Request(
+        model, requests, parallel, context, kv_pages, kv_pages_all, page_sizes, kv, memory_gib, prompt_rows, prompt_cache,
+        seed,
+    )  # fmt: skip
+    raise typer.Exit(run(request, plot, json))
+
+
 # --- From the call to the exit status -------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Entry point of the ``refengine`` command."""
     debug, arguments = split_debug(sys.argv[1:])
+    debug_mode.on = debug
     call = partial(app, arguments or ["--help"], prog_name="refengine", standalone_mode=False)
     sys.exit(status_of(call, debug))
 

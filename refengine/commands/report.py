@@ -58,33 +58,38 @@ def command_line() -> str:
     return shlex.join([*script, *sys.argv[1:]])
 
 
-def check_report(path: Path | None) -> None:
-    """Raise UserError when no report can be written there: call it before the work."""
+def check_report(path: Path | None, flag: str = "--json") -> None:
+    """Raise UserError when no file of a flag can be written there: call it before the work."""
     if path is None:
         return
     if path.is_dir():
-        raise UserError(f"--json {path}: is a folder; name a file")
+        raise UserError(f"{flag} {path}: is a folder; name a file")
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
             pass
     except OSError as problem:
-        raise unwritable(path, problem) from problem
+        raise unwritable(path, problem, flag) from problem
 
 
 def write_report(path: Path, body: dict[str, Any]) -> None:
     """Write ``body`` with the versions and the command. Raises UserError when the file cannot be written."""
     text = json.dumps({"command": command_line(), "versions": versions(), **body}, indent=1) + "\n"
+    write_whole(path, text.encode(), "--json")
+
+
+def write_whole(path: Path, data: bytes, flag: str) -> None:
+    """Write the file of a flag, whole or not at all. Raises UserError when it cannot be written."""
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
             temporary = Path(out.name)
-            out.write(text)
+            out.write(data)
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as problem:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise unwritable(path, problem) from problem
+        raise unwritable(path, problem, flag) from problem
 
 
 def read_report(path: Path, command: str, part: Callable[[Any], T]) -> T:
@@ -97,6 +102,6 @@ def read_report(path: Path, command: str, part: Callable[[Any], T]) -> T:
         raise UserError(f"--against {path}: is no report of {command}; make one with {command} --json") from problem
 
 
-def unwritable(path: Path, problem: OSError) -> UserError:
-    """The refusal of a report's path."""
-    return UserError(f"--json {path}: cannot be written: {problem.strerror}; name a file in a folder of yours")
+def unwritable(path: Path, problem: OSError, flag: str) -> UserError:
+    """The refusal of a file's path."""
+    return UserError(f"{flag} {path}: cannot be written: {problem.strerror}; name a file in a folder of yours")
