@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +17,13 @@ from refengine.checkpoint import open_cached
 from refengine.commands import equal
 from refengine.errors import UserError
 from refengine.registry import load_model
+from refengine.serve.prompt_cache import PromptCache
 from refengine.serve.windows import Window
 from refengine.verify import equalities
 from refengine.verify.equalities import FAILED, HELD, UNCHECKED, Form, check, drafted_decodes, verdict
 from refengine.verify.launches import one_of_each_kind
+from refengine.verify.planted import FAULTS, Fault
+from refengine.verify.scheduled_runs import built
 from refengine.verify.transcripts import Transcript, difference
 
 SPEC = one_of_each_kind(load_model("qwen3.5-tiny"))
@@ -55,11 +59,12 @@ def failures(capsys, only: str, **changes) -> list[str]:
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_the_engine_as_it_is(capsys, tmp_path, kv):
-    """Equality 1 and 5a for 1 and 2 streams, 2 on windows, pages and both, 4 for four drafters, greedy and seeded."""
+    """Equality 1 and 5a for 1 and 2 streams, 2 on windows, pages and both, 4 for four drafters, greedy and seeded; 3 in each form
+    and from one to another, 5b preempted and waiting, 6 on pages and on both."""
     status, lines = run(capsys, tmp_path / "report.json", kv=kv, tokens=9)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (status, lines) == (0, ["EQUALITIES 23 held, 0 failed, 0 unchecked"]), lines
-    assert [c["value"] for c in report["claims"]] == [23, 0, 0] and len(report["checks"]) == 23
+    assert (status, lines) == (0, ["EQUALITIES 45 held, 0 failed, 0 unchecked"]), lines
+    assert [c["value"] for c in report["claims"]] == [45, 0, 0] and len(report["checks"]) == 45
     assert all(c["drafts"] > 0 for c in report["checks"] if c["equality"] == "4")
     by_hash = {tuple(h["logits"] for h in c["hashes"]) for c in report["checks"] if c["equality"] in "12"}
     assert len(by_hash) == 2
@@ -134,7 +139,7 @@ def test_red_4_when_a_row_too_many_is_accepted(capsys, monkeypatch):
 def test_red_4_when_a_draw_is_keyed_by_its_row(capsys, monkeypatch):
     """Greedy draws have no key, so they hold."""
     monkeypatch.setattr(Window, "depth", lambda self, row: row)
-    monkeypatch.setattr("refengine.serve.passes.choose", keyed_by_row)
+    monkeypatch.setattr("refengine.serve.forward.choose", keyed_by_row)
     failed = failures(capsys, "4", streams="1", tokens=9)
     assert all("seeded" in line for line in failed)
 
@@ -158,6 +163,35 @@ def test_red_5a_when_a_pass_forgets_the_convolution_s_history(capsys, monkeypatc
     assert all("7 rows a pass: stream 0, prompt pass 1" in line for line in failures(capsys, "5a"))
 
 
+def test_red_3_when_nothing_is_resumed(capsys, monkeypatch):
+    monkeypatch.setattr(PromptCache, "find", lambda self, prompt: None)
+    assert all(line.endswith("nothing was resumed") for line in failures(capsys, "3", streams="1"))
+
+
+def test_red_6_when_a_stream_s_pages_are_not_all_given_back(capsys, monkeypatch):
+    forget = PagedBackend.forget
+
+    def leaking(self, stream):
+        forget(self, stream)
+        self.pool.share(stream.pages[:1])
+
+    monkeypatch.setattr(PagedBackend, "forget", leaking)
+    assert all("holders on the books" in line for line in failures(capsys, "6", streams="1"))
+
+
+def test_every_fault_that_controls_plant_is_red(capsys, tmp_path):
+    status, _ = run(capsys, tmp_path / "controls.json", controls=True, tokens=9, prompt_tokens=100)
+    report = json.loads((tmp_path / "controls.json").read_text())
+    assert status == 0 and report["verdict"] == f"CONTROLS {len(FAULTS)} red, 0 missed"
+    assert {fault.equality for fault in FAULTS} == set(equalities.TITLES)
+    assert all(one["found"].startswith(f"FAILED {one['equality']} ") for one in report["controls"])
+
+
+def test_a_control_that_is_missed_is_a_finding(capsys, monkeypatch):
+    monkeypatch.setattr(equal, "FAULTS", [Fault("1", "none", nullcontext)])
+    assert run(capsys, controls=True, only="1")[0] == 1
+
+
 # --- Unchecked --------------------------------------------------------------------------------------------------------
 
 
@@ -175,15 +209,28 @@ def test_unchecked_when_no_draft_is_accepted(capsys, monkeypatch):
     [
         ("1", {"page_sizes": "64"}, "one page only; prompts of more than 64 tokens take more"),
         ("5a", {"prompt_rows": "40"}, "no prompt is longer than 40 tokens"),
+        ("5b", {"tokens": 3}, "not everyone was preempted twice; ask for more --tokens"),
     ],
 )
 def test_unchecked_when_a_run_proves_nothing(capsys, only, changes, reason):
     status, lines = run(capsys, only=only, streams="1", **changes)
-    assert status == 1 and lines[-1] == "EQUALITIES 0 held, 0 failed, 1 unchecked" and lines[0].endswith(reason)
+    assert (
+        status == 1
+        and re.fullmatch("EQUALITIES 0 held, 0 failed, [12] unchecked", lines[-1])
+        and lines[0].endswith(reason)
+    )
+
+
+def test_unchecked_when_nobody_waits(capsys, monkeypatch):
+    monkeypatch.setattr("refengine.verify.scheduled_runs.cramped", lambda *place: built(*place[:-1]))
+    status, lines = run(capsys, only="6", streams="1")
+    assert (
+        status == 1 and lines[-1].endswith("2 unchecked") and all(line.endswith("nobody waited") for line in lines[:-1])
+    )
 
 
 def test_unchecked_when_pages_are_handed_out_in_order(capsys, monkeypatch):
-    monkeypatch.setattr("backends.paged.page_order", lambda pages, shuffle: None)
+    monkeypatch.setattr("backends.paged.page_order", lambda pages, shuffle: list(range(pages)))
     assert "the page tables are ascending" in run(capsys, only="1", streams="1")[1][0]
 
 
@@ -243,7 +290,7 @@ def test_an_earlier_reply_is_right_in_parts():
     [
         ({"kv": "fp4"}, "--kv fp4: unknown; did you mean fp8"),
         ({"attention": "tile"}, "--attention tile: unknown; did you mean tiles"),
-        ({"only": "3"}, "--only 3: unknown; there are 1, 2, 4, 5a"),
+        ({"only": "7"}, "--only 7: unknown; there are 1, 2, 3, 4, 5a, 5b, 6"),
         ({"streams": "1,x"}, "--streams 1,x: x: whole numbers from 1 to 64"),
         ({"streams": ""}, "--streams : '': whole numbers from 1 to 64"),
         ({"streams": "2,1,2"}, "--streams 2,1,2: 2 stands twice; name it once"),

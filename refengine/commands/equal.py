@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ from refengine.model import MtpHead, Qwen35, cache_shape, check_dims
 from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores, run_all
 from refengine.verify.equalities import FAILED, HELD, TITLES, UNCHECKED, WINDOW_ROWS, Check, count, drafters, verdict
-from refengine.verify.equality_runs import WINDOW, Engine, Job, Key, Plan, checks, jobs, sizes_of
+from refengine.verify.equality_runs import checks, jobs
+from refengine.verify.plan import WINDOW, Engine, Key, Plan, Planned, sizes_of
+from refengine.verify.planted import FAULTS, LONG_REPLY
 from refengine.verify.predictable import predictable
+from refengine.verify.scheduled_runs import NEXT_TOKENS
 
 MOST_PROMPT_TOKENS = 4096
 """Rows of a prompt pass, at most: equality 5a needs every prompt in one."""
@@ -50,6 +53,7 @@ class Request:
     only: str | None
     device: str
     seed: int
+    controls: bool = False
 
 
 def run(request: Request, json: Path | None) -> int:
@@ -61,8 +65,11 @@ def run(request: Request, json: Path | None) -> int:
     check_room(request, spec)
     check_dims(spec)
     check_memory(plan, spec, context(request), device)
+    engines = engines_of(request, plan, spec, checkpoint(), folder is None, device)
+    if request.controls:
+        return run_controls(plan, engines, json)
     try:
-        found, caption = results(request, plan, spec, checkpoint(), folder is None, device)
+        found, caption = results(plan, engines)
     except SetupError:
         raise
     except KernelError as stopped:
@@ -144,29 +151,89 @@ def check_memory(plan: Plan, spec: ModelSpec, positions: int, device: Device) ->
 
 
 def context(request: Request) -> int:
-    """Positions of the longest stream."""
-    return request.prompt_tokens + request.tokens + WINDOW_ROWS
+    """Positions of the longest stream: two turns, or one reply, and a window."""
+    return request.prompt_tokens + max(request.tokens, NEXT_TOKENS + 2 * LONG_REPLY) + WINDOW_ROWS
 
 
 # --- The runs ---------------------------------------------------------------------------------------------------------
 
 
-def results(
+@dataclass(frozen=True, eq=False)
+class Engines:
+    """The engine of equality 4, and that of the others; each None where it is not asked for. caption: what there is to say of the
+    weights."""
+
+    plain: Engine | None
+    drafting: Engine | None
+    device: Device
+    caption: str
+
+    @property
+    def drafters(self) -> list[str]:
+        """The names of the drafters that equality 4 has."""
+        return list(drafters(self.drafting is not None and self.drafting.head is not None))
+
+
+def engines_of(
     request: Request, plan: Plan, spec: ModelSpec, checkpoint: Checkpoint, generated: bool, device: Device
-) -> tuple[list[Check], str]:
-    """Every check, and what there is to say of the weights. generated: the weights are, so that equality 4 may quiet them."""
-    weights, prompts, engine, drafting = load_weights(checkpoint, spec), random_prompts(request, plan, spec), None, None
+) -> Engines:
+    """The engines that the plan takes. generated: the weights are, so that equality 4 may quiet them."""
+    weights, prompts, plain, drafting = load_weights(checkpoint, spec), random_prompts(request, plan, spec), None, None
     caption = "weights as they are"
     if set(plan.equalities) - {"4"}:
-        engine = Engine(Qwen35(spec, weights, device, context(request)), None, device, prompts)
+        plain = Engine(Qwen35(spec, weights, device, context(request)), None, device, prompts)
     if "4" in plan.equalities:
         if generated:
             weights, caption = predictable(weights, QUIET), "equality 4: generated weights with quieter branches"
         model = Qwen35(spec, weights, device, context(request))
         head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if has_mtp(checkpoint, spec) else None
         drafting = Engine(model, head, device, prompts)
-    found = run_jobs(jobs(plan, engine, drafting), device)
-    return list(checks(plan, found, list(drafters(drafting is not None and drafting.head is not None)))), caption
+    return Engines(plain, drafting, device, caption)
+
+
+def results(plan: Plan, engines: Engines, title: str = "equalities") -> tuple[list[Check], str]:
+    """Every check, and what there is to say of the weights."""
+    chosen = set(plan.equalities)
+    plain = engines.plain if chosen - {"4"} else None
+    planned = jobs(plan, plain, engines.drafting if "4" in chosen else None)
+    return checks(plan, run_jobs(planned, engines.device, title), engines.drafters), engines.caption
+
+
+# --- Controls ---------------------------------------------------------------------------------------------------------
+
+
+def run_controls(plan: Plan, engines: Engines, json: Path | None) -> int:
+    """Plant each fault and run its equality, with two streams on pages of one size; the exit status: 0 all red, 1 otherwise."""
+    outcomes = []
+    for fault in FAULTS:
+        if fault.equality in plan.equalities:
+            tokens = fault.tokens or plan.turn_tokens
+            small = replace(
+                plan, equalities=(fault.equality,), counts=(2,), page_sizes=plan.page_sizes[:1], turn_tokens=tokens
+            )
+            with fault.planted():
+                found, _ = results(small, engines, f"{fault.equality}: {fault.name}")
+            red = next((one for one in found if one.outcome == FAILED), None)
+            outcomes.append({"equality": fault.equality, "fault": fault.name, "found": str(red) if red else None})
+            print(
+                f"{'RED' if red else 'MISSED'} {fault.equality} {fault.name}: {red.note if red else 'every check held'}"
+            )
+    missed = sum(one["found"] is None for one in outcomes)
+    line = f"CONTROLS {len(outcomes) - missed} red, {missed} missed"
+    if json is not None:
+        claim = {"name": "equal/controls red", "value": len(outcomes) - missed, "unit": "faults"}
+        write_report(json, {"claims": [claim], "verdict": line, "device": engines.device.title, "controls": outcomes})
+    print(line)
+    return 1 if missed else 0
+
+
+def run_jobs(planned: Planned, device: Device, title: str) -> dict[Key, Any]:
+    """The result of every run, with a progress bar; on the CPU machine side by side, as many as there are cores."""
+    todo: Sequence[Callable[..., Any]] = [job for _, job in planned.values()]
+    with progress_bar() as bar:
+        task = bar.add_task(title, total=sum(steps for steps, _ in planned.values()))
+        found: list[Any] = run_all(todo, lambda _: bar.advance(task), cores() if device.name == "cpu" else 1)
+    return dict(zip(planned, found))
 
 
 def has_mtp(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
@@ -176,22 +243,13 @@ def has_mtp(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
 
 def lengths(request: Request, plan: Plan) -> list[int]:
     """Tokens of each stream's prompt: the first is the longest."""
-    return [max(1, request.prompt_tokens // (4 * n + 1)) for n in range(plan.counts[-1])]
+    return [max(1, request.prompt_tokens // (4 * n + 1)) for n in range(max(plan.counts[-1], plan.alone))]
 
 
 def random_prompts(request: Request, plan: Plan, spec: ModelSpec) -> list[list[int]]:
     """A prompt of random tokens for each stream."""
     rng = np.random.default_rng(request.seed)
     return [rng.integers(0, min(256, spec.vocabulary), n).tolist() for n in lengths(request, plan)]
-
-
-def run_jobs(planned: Mapping[Key, tuple[int, Job]], device: Device) -> dict[Key, Any]:
-    """The result of every run, with a progress bar; on the CPU machine side by side, as many as there are cores."""
-    todo: Sequence[Callable[..., Any]] = [job for _, job in planned.values()]
-    with progress_bar() as bar:
-        task = bar.add_task("equalities", total=sum(steps for steps, _ in planned.values()))
-        found: list[Any] = run_all(todo, lambda _: bar.advance(task), cores() if device.name == "cpu" else 1)
-    return dict(zip(planned, found))
 
 
 # --- The report -------------------------------------------------------------------------------------------------------

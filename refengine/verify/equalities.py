@@ -1,4 +1,4 @@
-"""The serving equalities that are built: which runs they take, and what they say of them. Spec serving §5.
+"""The serving equalities: which runs they take, and what they say of them. Spec serving §5.
 
 Each is a comparison of bits: the last logits row of every prompt pass, the row of every decode step, and the tokens. One that
 was not put to the test is UNCHECKED, not held.
@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from refengine.serve.drafters import Drafter, JoinedDrafter, MtpDrafter, NgramDrafter
 from refengine.verify.transcripts import PLAIN, Decode, Together, Transcript, difference
 
-TITLES = {"1": "paged == window", "2": "together == alone", "4": "drafted == plain", "5a": "chunked == one pass"}
+TITLES = {
+    "1": "paged == window",
+    "2": "together == alone",
+    "3": "resumed == fresh",
+    "4": "drafted == plain",
+    "5a": "chunked == one pass",
+    "5b": "preempted or waited == not",
+    "6": "overcommitted == alone",
+}
 HELD, FAILED, UNCHECKED = "held", "failed", "unchecked"
 CHUNKED_TOKENS = 3
 """Tokens generated behind a prompt that was read in chunks."""
