@@ -11,7 +11,7 @@ demo: .venv/ready
 # Products of small matrices, one test process a core: threads of BLAS would only wait for each other.
 test: export OPENBLAS_NUM_THREADS := 1
 test: .venv/ready-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/ready-test
 	$(BIN)/ruff check .
