@@ -20,7 +20,7 @@ import numpy as np
 from backends.arena import Arena, CacheShape, part_words
 from backends.attention import attend, plan_pass
 from backends.batch import DECODE, PROMPT, Batch, Norms
-from backends.kept import Kept, restore, save, save_prefix
+from backends.kept import Kept, check_between_passes, restore, save, save_prefix
 from backends.layout import Layout
 from backends.pool import PoolBroken
 from backends.prefix import Prefix
@@ -172,7 +172,11 @@ class Backend(ABC):
         stream = Stream(self, self.free_slots[0], capacity)
         self.seat(stream, begin)
         self.streams[self.free_slots.pop(0)] = stream
-        self.start(stream, begin)
+        try:
+            self.start(stream, begin)
+        except BaseException:
+            stream.release()
+            raise
         return stream
 
     def check_fits(self, capacity: int) -> None:
@@ -213,8 +217,8 @@ class Backend(ABC):
         return stream.save()
 
     def check_prompted(self, stream: Stream) -> None:
-        """Raise BackendError unless the stream is open here, and prompt passes made all that it has committed."""
-        self.check_open(stream)
+        """Raise BackendError unless the stream is open here, in no pass, and prompt passes made all that it has committed."""
+        check_between_passes(self, stream)
         if stream.prompted < stream.committed:
             raise BackendError(
                 f"{self.name}: stream {stream.number}: positions from {stream.prompted} on were generated; only what prompt "

@@ -172,8 +172,12 @@ class PagedBackend(Backend):
             raise NoRoom(f"{self.name}: {full}; release a stream or a prefix") from full
         prefix = Prefix(self, stream.committed, stream.pages[: self.pages_for(stream.committed, self.sizes)], run)
         self.pool.share(prefix.pages)
-        self.arena.copy(self.run_base(stream), prefix.run_base, self.shape.run_words)
         self.prefixes.append(prefix)
+        try:
+            self.arena.copy(self.run_base(stream), prefix.run_base, self.shape.run_words)
+        except BaseException:
+            prefix.release()
+            raise
         return prefix
 
     def drop(self, prefix: Prefix) -> None:

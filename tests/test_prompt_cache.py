@@ -9,6 +9,7 @@ from hash_step import SHAPE, HashStep, expected
 from backends.arena import CacheShape
 from backends.base import Backend, BackendError, NoRoom, Sizes, backend_class
 from backends.kept import save_prefix
+from backends.pool import PoolBroken
 from backends.prefix import Prefix
 from refengine.serve.prompt_cache import GRAIN, PromptCache
 from refengine.serve.requests import DONE, Request
@@ -218,7 +219,8 @@ def test_reading_what_is_kept_already_keeps_it_once_and_makes_it_the_newest():
     list(house.scheduler.run())
     assert all(one.reply == expected(one.prompt, 3) for one in ones)
     assert house.lengths == [8, 8] and house.cache.kept == 2
-    assert house.cache.keep(TEXT[:8], None) and [entry.ids[0] for entry in house.cache.entries] == [OTHER[0], TEXT[0]]
+    assert house.cache.keep(TEXT[:8], read(house, 8)) and house.cache.kept == 2
+    assert [entry.ids[0] for entry in house.cache.entries] == [OTHER[0], TEXT[0]]
 
 
 def test_a_pinned_entry_is_not_evicted_until_it_is_let_go():
@@ -364,3 +366,116 @@ def test_a_snapshot_that_finds_no_run_takes_nothing():
         house.backend.snapshot(one.place)
     assert house.backend.pool.holders.tolist() == holders and not house.backend.prefixes
     house.backend.check()
+
+
+# --- What goes wrong leaves nothing held --------------------------------------------------------------------------------
+
+
+def read(house: House, rows: int) -> object:
+    """An open stream that has read so many tokens of the text."""
+    one = Request(TEXT[: rows + 1], 1)
+    one.stream = house.backend.open(40)
+    house.step("prompt", {one: one.chunk(rows)})
+    return one.stream
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_other_tokens_than_the_stream_s_are_refused_and_nothing_is_held(count):
+    house = House()
+    stream = read(house, 4)
+    with pytest.raises(BackendError, match=f"4 positions are not those of {count} tokens"):
+        house.cache.keep(TEXT[:count], stream)
+    house.backend.check()
+    assert not house.backend.prefixes and not house.cache.entries
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_same_beginning_twice_is_one_entry(name):
+    house = House(name, FORMS[name])
+    stream = read(house, 8)
+    for _ in range(2):
+        assert house.cache.add(TEXT[:8], house.backend.snapshot(stream))
+    assert house.lengths == [8] and house.cache.kept == 1
+    house.cache.clear()
+    stream.release()
+    house.backend.check()
+    assert not house.backend.paged or house.backend.pool.available == house.backend.pool.count
+
+
+@pytest.mark.parametrize("name", ["paged", "mixed"])
+def test_a_copy_that_fails_leaves_no_prefix_and_no_stream(name, monkeypatch):
+    house = House(name)
+    first, stream = house.backend.open(4), read(house, 6)
+    prefix = house.backend.snapshot(stream)
+    taken = house.backend.pool.available
+
+    def fails(*_):
+        raise OSError("no copy")
+
+    monkeypatch.setattr(house.backend.arena, "copy", fails)
+    for call in (lambda: house.backend.snapshot(stream), lambda: house.backend.open(20, prefix)):
+        with pytest.raises(OSError, match="no copy"):
+            call()
+        house.backend.check()
+        assert house.backend.pool.available == taken and house.backend.prefixes == [prefix]
+    assert len(house.backend.streams) == 2 and first.slot == 0
+
+
+def test_a_stream_in_a_pass_is_not_kept():
+    """Its recurrent state may have moved, and its positions have not."""
+    house = House()
+    stream = read(house, 4)
+    house.backend.batch("prompt", [(stream, 2)])
+    with pytest.raises(BackendError, match="is in a pass; finish it first"):
+        house.backend.snapshot(stream)
+    assert not house.backend.prefixes
+
+
+# --- The books ----------------------------------------------------------------------------------------------------------
+
+
+def free_and_taken(house: House, stream) -> None:
+    house.backend.free_slots.append(stream.slot)
+
+
+def lost_place(house: House, stream) -> None:
+    house.backend.free_slots.pop()
+
+
+def other_place(house: House, stream) -> None:
+    stream.number = 2
+
+
+def past_capacity(house: House, stream) -> None:
+    stream.committed = stream.capacity + 1
+
+
+def no_page_for_what_is_written(house: House, stream) -> None:
+    house.backend.pool.give_back(stream.pages[-1:])
+    stream.claim.left += 1
+    house.backend.pages[stream.slot * house.backend.columns + len(stream.pages) - 1] = house.backend.null_page
+    stream.pages.pop()
+
+
+def claim_of_nobody(house: House, stream) -> None:
+    house.backend.pool.claim(1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (free_and_taken, "places free"),
+        (lost_place, "places free"),
+        (other_place, "does not belong to place 0"),
+        (past_capacity, "does not belong to place 0|takes 1, "),
+        (no_page_for_what_is_written, "holds 1 pages and was promised 9 more; its capacity takes 10, 2 are written"),
+        (claim_of_nobody, "2 claims, 1 of open streams"),
+    ],
+)
+def test_check_finds_what_is_wrong_with_places_and_promises(plant, words):
+    house = House()
+    stream = read(house, 6)
+    house.backend.check()
+    plant(house, stream)
+    with pytest.raises(PoolBroken, match=words):
+        house.backend.check()
