@@ -207,7 +207,8 @@ class ServingMachine(RuleBasedStateMachine):
                 request = self.scheduler.live[n % len(self.scheduler.live)]
                 self.seen["preempted again" if request.known else "preempted"] += 1
                 self.scheduler.preempt(request)
-                self.line.insert(0, request)
+                self.line.append(request)
+                self.line.sort(key=lambda one: one.arrival)
 
     @rule(what=st.sampled_from(["a prefix", "a kept state", "all"]))
     def forget(self, what) -> None:

@@ -186,7 +186,7 @@ def test_a_prompt_of_no_tokens_a_reply_of_none_and_a_request_that_was_here_are_r
     s = scheduler(build())
     with pytest.raises(UserError, match="prompt 0: is empty; give at least one token"):
         s.submit(request(0, 0))
-    with pytest.raises(UserError, match="request 1: tokens 0: at least 1"):
+    with pytest.raises(UserError, match="request 1: tokens 0: a whole number, at least 1"):
         s.submit(request(1, tokens=0))
     one, other = submitted(s, request(2), request(3))
     list(s.round())
@@ -333,16 +333,16 @@ def test_preempted_twice_the_reply_is_the_same(name, window_rows, passes):
     assert done(requests)
 
 
-def test_preempted_it_is_first_in_line_and_the_line_behind_it_keeps_its_order():
+def test_preempted_it_gets_its_old_place_in_the_line():
     s = scheduler(build(streams=2))
     first, second, third, fourth = submitted(s, *(request(n, tokens=6) for n in range(4)))
     list(s.round())
     s.preempt(first)
     assert list(s.waiting) == [first, third, fourth] and s.live == [second]
     s.preempt(second)
-    assert list(s.waiting) == [second, first, third, fourth]
+    assert list(s.waiting) == [first, second, third, fourth]
     list(s.round())
-    assert s.live == [second, first] and list(s.waiting) == [third, fourth]
+    assert s.live == [first, second] and list(s.waiting) == [third, fourth]
     list(s.run())
     assert done([first, second, third, fourth])
 
@@ -450,3 +450,109 @@ def test_preempted_it_resumes_from_what_was_kept_of_its_prompt():
     s.step.passes.clear()
     list(s.run())
     assert one.resumed == 48 and s.step.passes[0] == (PROMPT, {0: 1}) and done([one])
+
+
+# --- What goes wrong hurts nobody else ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [PROMPT, DECODE])
+def test_where_a_pass_is_stopped_its_requests_fail_and_give_all_back(phase):
+    """The state has moved in part, so nobody may go on from there; those that were not in the pass are served."""
+    s = scheduler(build(streams=2), prompt_rows=4, cached=True)
+    before = books(s.backend)
+    first, second, third = submitted(s, *(request(n, prompt=9) for n in range(3)))
+    step, moved = s.step, []
+
+    def stopped(pass_phase: str, work: Work) -> Pass:
+        one = step(pass_phase, work)
+        if pass_phase == phase and not moved:
+            moved.append(list(work))
+            raise OSError("out of paper")
+        return one
+
+    s.step = stopped
+    with pytest.raises(OSError, match="out of paper"):
+        list(s.run())
+    failed = moved[0]
+    assert failed and all(one.outcome == FAILED and one.stream is None for one in failed)
+    assert failed[0].reason == f"request {failed[0].number}: its pass was stopped: out of paper"
+    list(s.run())
+    assert done([one for one in (first, second, third) if one not in failed])
+    assert s.cache is not None
+    s.cache.clear()
+    assert books(s.backend) == before
+
+
+@pytest.mark.parametrize("token", [-1, 50, 2**40, 1.5, "a", True])
+def test_a_token_that_is_none_is_refused_alone(token):
+    b = build()
+    s = Scheduler(b, HashStep(b), 16, vocabulary=50)
+    one = Request([3, token, 5], 2, number=1)
+    with pytest.raises(UserError, match=r"request 1: token .*: whole numbers from 0 to 49"):
+        s.submit(one)
+    good = Request([3, 49, 5], 2, number=2)
+    s.submit(good)
+    list(s.run())
+    assert done([good]) and not one.outcome and not one.reply
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"tokens": 2.5}, "tokens 2.5: a whole number"), ({"tokens": "3"}, "tokens '3': a whole number"),
+     ({"marks": (2.5,)}, "mark 2.5: whole numbers"), ({"marks": ("4",)}, "mark '4': whole numbers")],
+)  # fmt: skip
+def test_numbers_that_are_not_whole_are_refused(change, words):
+    s = scheduler(build(), cached=True)
+    with pytest.raises(UserError, match=words):
+        s.submit(Request([1, 2, 3], **({"tokens": 2} | change)))
+    assert not s.waiting
+
+
+def test_a_request_that_runs_elsewhere_is_refused():
+    s, other = scheduler(build()), scheduler(build())
+    (one,) = submitted(s, request(0))
+    s.admit()
+    with pytest.raises(UserError, match="request 0: was submitted before; make a new one"):
+        other.submit(one)
+    list(s.run())
+    assert done([one])
+
+
+def test_another_backend_s_prompt_cache_is_refused():
+    b = build()
+    with pytest.raises(UserError, match="prompt cache: is another backend's; make one for this backend"):
+        Scheduler(b, HashStep(b), 16, PromptCache(build()))
+
+
+def test_where_no_place_is_free_nothing_is_evicted():
+    """Pages would not help."""
+    s = scheduler(build(streams=1), cached=True)
+    submitted(s, request(0, prompt=9))
+    list(s.run())
+    assert s.cache is not None and len(s.cache.entries) == 1
+    submitted(s, request(1, tokens=20), request(2))
+    list(s.round())
+    assert len(s.live) == len(s.waiting) == 1 and s.cache.evicted == 0
+
+
+def test_what_a_request_begins_with_stays_while_others_run_who_give_room_back():
+    """Its own entry goes only where nobody else can make room."""
+    b = build(pool=2 + 5 + 5)
+    s = scheduler(b, cached=True)
+    submitted(s, request(0, prompt=9))
+    list(s.run())
+    assert s.cache is not None and [len(entry.ids) for entry in s.cache.entries] == [8]
+    big, again = submitted(s, request(1, prompt=9, tokens=11, marks=()), Request(TEXT[:9], 20, number=2, marks=()))
+    list(s.round())
+    assert s.live == [big] and list(s.waiting) == [again] and len(s.cache.entries) == 1
+    list(s.run())
+    assert done([big, again]) and again.resumed == 8
+
+
+def test_guesses_of_before_are_forgotten_when_preempted():
+    s = scheduler(build())
+    (one,) = submitted(s, request(0, tokens=6))
+    list(s.round())
+    one.ranked = [3, 4]
+    s.preempt(one)
+    assert one.ranked == []

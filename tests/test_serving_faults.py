@@ -102,7 +102,9 @@ def test_the_prompt_and_at_least_one_token_fit_into_the_context(name, prompt, to
         list(s.run())
         assert request.outcome == DONE and request.reply == expected(request.prompt, tokens)
     else:
-        with pytest.raises(UserError, match="tokens 0: at least 1" if tokens == 0 else "the context is 64"):
+        with pytest.raises(
+            UserError, match="tokens 0: a whole number, at least 1" if tokens == 0 else "the context is 64"
+        ):
             s.submit(request)
         assert not s.waiting
 

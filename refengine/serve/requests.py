@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from backends.base import Backend, Sizes, Stream
 from refengine.errors import UserError
@@ -23,7 +26,8 @@ class Request:
 
     While it runs: stream, its place in a backend; reply, the tokens it has; ranked, what an MTP head guesses next. known: the
     tokens that it had when it was preempted, which are drafts for it now, so that they are read as windows of decode rows.
-    resumed: positions that it did not read, since a prompt cache had them. Afterwards: outcome, and the reason of a failure.
+    arrival: its place in the line. resumed: positions that it did not read, since a prompt cache had them. Afterwards: outcome,
+    and the reason of a failure.
     """
 
     prompt: Sequence[int]
@@ -37,16 +41,23 @@ class Request:
     reply: list[int] = field(default_factory=list, init=False)
     ranked: list[int] = field(default_factory=list, init=False)
     known: list[int] = field(default_factory=list, init=False)
+    arrival: int = field(default=0, init=False)
     resumed: int = field(default=0, init=False)
     outcome: str = field(default="", init=False)
     reason: str = field(default="", init=False)
 
-    def check(self) -> None:
-        """Raise UserError for one that cannot run."""
+    def check(self, vocabulary: int = 1 << 31) -> None:
+        """Raise UserError for one that cannot run. vocabulary: token ids are below it."""
         if not len(self.prompt):
             raise UserError(f"prompt {self.number}: is empty; give at least one token")
-        if self.tokens < 1:
-            raise UserError(f"request {self.number}: tokens {self.tokens}: at least 1")
+        if not is_whole(self.tokens, 1):
+            raise UserError(f"request {self.number}: tokens {self.tokens!r}: a whole number, at least 1")
+        for token in self.prompt:
+            if not is_whole(token, 0) or token >= vocabulary:
+                raise UserError(f"request {self.number}: token {token!r}: whole numbers from 0 to {vocabulary - 1}")
+        for mark in self.marks or ():
+            if not is_whole(mark, None):
+                raise UserError(f"request {self.number}: mark {mark!r}: whole numbers, of tokens of the prompt")
         self.sampling.check()
 
     @property
@@ -94,3 +105,10 @@ class Request:
 def capacity(positions: int, sizes: Sizes) -> int:
     """Of a stream for a prompt and a reply: one more window, too, where the context has room for it. Spec serving §3."""
     return max(positions, min(positions + sizes.window_rows - 1, sizes.context))
+
+
+def is_whole(value: Any, least: int | None) -> bool:
+    """Whether a value is a whole number, and not below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return least is None or bool(value >= least)

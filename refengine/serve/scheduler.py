@@ -7,9 +7,10 @@ write, so a long prompt does not hold replies up.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 from backends.base import DECODE, PROMPT, Backend, BackendError, NoRoom
 from refengine import debug
@@ -22,7 +23,8 @@ from refengine.serve.requests import CANCELLED, DONE, FAILED, Request, capacity
 class Scheduler:
     """Runs requests through a backend. step: runs a pass. prompt_rows: of a prompt pass, all streams together, at most.
 
-    cache: of prompts; without one nothing is shared. check: look through the backend's books after every pass.
+    cache: of prompts, the backend's; without one nothing is shared. check: look through the backend's books after every pass.
+    vocabulary: token ids are below it. Raises UserError for passes without rows, and another backend's cache.
     """
 
     def __init__(
@@ -32,11 +34,15 @@ class Scheduler:
         prompt_rows: int,
         cache: PromptCache | None = None,
         check: bool | None = None,
+        vocabulary: int = 1 << 31,
     ):
         if prompt_rows < 1:
             raise UserError(f"prompt_rows {prompt_rows}: at least 1")
+        if cache is not None and cache.backend is not backend:
+            raise UserError("prompt cache: is another backend's; make one for this backend")
         self.backend, self.step, self.prompt_rows, self.cache = backend, step, prompt_rows, cache
-        self.checked = debug.on if check is None else check
+        self.checked, self.vocabulary = debug.on if check is None else check, vocabulary
+        self.arrivals = count()
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
 
@@ -44,8 +50,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Put a request into the line. Raises UserError, queueing nothing, for one that could never run or was here before."""
-        request.check()
-        if request.outcome or request in self.waiting or request in self.live:
+        request.check(self.vocabulary)
+        if request.outcome or request.stream is not None or request in self.waiting:
             raise UserError(f"request {request.number}: was submitted before; make a new one")
         try:
             self.backend.check_fits(request.capacity(self.backend))
@@ -54,6 +60,7 @@ class Scheduler:
             raise UserError(
                 f"request {request.number}: {never}; give it at most {most} tokens, prompt and reply together"
             ) from never
+        request.arrival = next(self.arrivals)
         self.waiting.append(request)
 
     def most(self, positions: int) -> int:
@@ -77,7 +84,7 @@ class Scheduler:
             self.retire(request, CANCELLED)
 
     def preempt(self, request: Request) -> None:
-        """Take a live request's stream away; it is the first in line, and comes back to where it was. Spec serving §0.
+        """Take a live request's stream away; it gets its old place in the line, and comes back to where it was. Spec serving §0.
 
         Its prompt is read again, and the tokens that it has are drafts: what is drawn is held against them. Raises UserError,
         changing nothing, for one that does not run.
@@ -87,7 +94,7 @@ class Scheduler:
         self.leave(request)
         request.known = max(request.known, request.reply, key=len)
         request.reply, request.ranked = [], []
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=lambda one: one.arrival)
 
     # --- Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -105,11 +112,20 @@ class Scheduler:
             yield self.passed(DECODE, windows)
 
     def passed(self, phase: str, work: Work) -> Pass:
-        """One pass, and what follows from it: prompts are kept, replies end."""
-        one = self.step(phase, work)
-        for request in work:
-            if phase == PROMPT:
+        """One pass, and what follows from it: prompts are kept, replies end.
+
+        Where it raises, every request of the pass fails: its stream may have moved in part.
+        """
+        try:
+            one = self.step(phase, work)
+            for request in work if phase == PROMPT else ():
                 self.keep(request)
+        except BaseException as problem:
+            for request in work:
+                request.reason = f"request {request.number}: its pass was stopped: {problem}"
+                self.retire(request, FAILED)
+            raise
+        for request in work:
             if request.is_read and not request.goes_on:
                 self.retire(request, DONE)
         if self.checked:
