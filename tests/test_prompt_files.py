@@ -52,7 +52,7 @@ def test_any_form_resumes_from_what_any_form_wrote(tmp_path, here, there):
 def test_the_same_prompts_have_the_same_files(tmp_path):
     first, second = (save_entries(filled(*form), tmp_path, "hash", "f") for form in (("window", 16), ("paged", 3)))
     assert sorted(first) == sorted(second) == sorted(tmp_path.iterdir())
-    assert {path.name for path in first} == {name_of(prompt) for prompt in PROMPTS}
+    assert {path.name for path in first} == {name_of(prompt, "f") for prompt in PROMPTS}
 
 
 def test_a_damaged_file_is_dropped_with_a_line_and_the_others_are_taken(tmp_path):

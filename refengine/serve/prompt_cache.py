@@ -99,9 +99,12 @@ class PromptCache:
     # --- Keeping ----------------------------------------------------------------------------------------------------------
 
     def keep(self, ids: Sequence[int], stream: Stream) -> bool:
-        """Keep a stream's positions, which are these tokens; whether it could. Older entries make room if they must."""
-        if (known := self.look_up(ids, len(ids))) is not None and len(known.ids) == len(ids):
-            self.use(known)
+        """Keep a stream's positions, which are these tokens; whether it could. Older entries make room if they must.
+
+        Raises BackendError for other tokens than the stream's, and as Backend.snapshot does.
+        """
+        self.check_count(ids, stream.committed)
+        if self.renewed(ids):
             return True
         while True:
             try:
@@ -112,11 +115,14 @@ class PromptCache:
                     return False
 
     def add(self, ids: Sequence[int], begin: Beginning) -> bool:
-        """A new entry; False where the host has no room for it.
+        """A new entry, which is the cache's to release; False where the host has no room for it.
 
         Raises BackendError for a beginning of other tokens, of another backend or shape, or that was generated in part.
         """
         self.check_begin(ids, begin)
+        if self.renewed(ids):
+            begin.release()
+            return True
         if isinstance(begin, Kept) and not self.make_room(begin.nbytes):
             self.refused += 1
             return False
@@ -128,13 +134,25 @@ class PromptCache:
 
     def check_begin(self, ids: Sequence[int], begin: Beginning) -> None:
         """Raise BackendError unless requests can begin with it after these tokens."""
-        if begin.positions != len(ids):
-            raise BackendError(f"prompt cache: {begin.positions} positions are not those of {len(ids)} tokens")
+        self.check_count(ids, begin.positions)
         if isinstance(begin, Kept) and begin.prompted < begin.positions:
             raise BackendError(
                 f"prompt cache: positions from {begin.prompted} on were generated; only what prompt passes made can be begun with"
             )
         self.backend.check_beginning(begin, self.backend.sizes.context)
+
+    def check_count(self, ids: Sequence[int], positions: int) -> None:
+        """Raise BackendError for no tokens, or another number than there are positions."""
+        if not len(ids) or positions != len(ids):
+            raise BackendError(f"prompt cache: {positions} positions are not those of {len(ids)} tokens; at least one")
+
+    def renewed(self, ids: Sequence[int]) -> bool:
+        """Whether there is an entry of just these tokens; it is the newest now."""
+        known = self.look_up(ids, len(ids))
+        if known is None or len(known.ids) < len(ids):
+            return False
+        self.use(known)
+        return True
 
     def make_room(self, nbytes: int) -> bool:
         """Evict entries of the host until there is room for so many bytes more; False, evicting none, where there never is."""

@@ -1,4 +1,4 @@
-"""A prompt cache on disk: each entry a kept state in a file of its own, named by its tokens. Spec serving §4."""
+"""A prompt cache on disk: each entry a kept state in a file of its own, named by its tokens and fingerprint. Spec serving §4."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save_entries(cache: PromptCache, folder: str | Path, model: str, fingerprint
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made: {error.strerror or error}; name another folder") from error
-    files = [Path(folder) / name_of(entry.ids) for entry in cache.entries]
+    files = [Path(folder) / name_of(entry.ids, fingerprint) for entry in cache.entries]
     for path, entry in zip(files, cache.entries):
         kept_files.save(path, entry.ids, kept_of(entry.begin), model, fingerprint)
     return files
@@ -49,6 +49,6 @@ def kept_of(begin: Beginning) -> Kept:
     return begin if isinstance(begin, Kept) else save_prefix(begin)
 
 
-def name_of(ids: Sequence[int]) -> str:
-    """The file of an entry of these tokens."""
-    return sha256(np.asarray(ids, np.int64).tobytes()).hexdigest()[:32] + kept_files.SUFFIX
+def name_of(ids: Sequence[int], fingerprint: str) -> str:
+    """The file of an entry of these tokens; another fingerprint has another."""
+    return sha256(np.asarray(ids, np.int64).tobytes() + fingerprint.encode()).hexdigest()[:32] + kept_files.SUFFIX
