@@ -139,7 +139,7 @@ def check_memory(plan: Plan, spec: ModelSpec, positions: int, device: Device) ->
     """Refuse caches that this machine has no room for: those of the runs that are side by side, and where each begins again."""
     if device.name != "cpu":
         return
-    shape, streams = cache_shape(spec, mtp=bool(spec.mtp_layers)), plan.counts[-1]
+    shape, streams = cache_shape(spec, mtp=bool(spec.mtp_layers)), plan.most_streams
     for form in dict.fromkeys([WINDOW, *plan.paged, *plan.forms]):
         sizes = sizes_of(plan, form, positions, streams, WINDOW_ROWS)
         gib = 2 * cores() * backend_class(form.backend).arena_bytes(shape, sizes) / 2**30

@@ -74,6 +74,12 @@ class Plan:
         return [*self.paged, *[Form("paged-p256")] * (256 in self.page_sizes), Form("mixed", self.page_sizes[0])]
 
     @property
+    def most_streams(self) -> int:
+        """Streams that some backend has room for: twice as many where their prompts are kept, and those of equality 6."""
+        kept = 2 * self.counts[-1] if "3" in self.equalities else self.counts[-1]
+        return max(kept, OVERCOMMITTED if "6" in self.equalities else 0)
+
+    @property
     def alone(self) -> int:
         """Streams that are held against themselves alone."""
         if "6" in self.equalities:

@@ -12,6 +12,7 @@ from backends.base import DECODE, PROMPT, Backend
 from backends.paged import PagedBackend
 from backends.pool import PagePool
 from backends.prefix import Prefix
+from refengine.serve.prompt_cache import PromptCache
 from refengine.serve.scheduler import Scheduler
 from refengine.serve.windows import Window
 
@@ -86,6 +87,11 @@ def reply_kept(right: Any, self: Scheduler, request: Any, outcome: str) -> None:
     right(self, request, outcome)
 
 
+@fault("3", "an evicted prompt keeps its pages", PromptCache, "drop")
+def kept_for_ever(right: Any, self: PromptCache, entry: Any) -> None:
+    self.entries.remove(entry)
+
+
 @fault("4", "a draft too many is accepted", Window, "kept")
 def one_more(right: Any, self: Window, draws: Any, stop: Any) -> list[int]:
     path = right(self, draws, stop)
@@ -116,6 +122,18 @@ def shared_twice(right: Any, self: PagePool, pages: Any) -> None:
 @fault("3", "a page is given back while a kept prompt names it", PagePool, "share")
 def not_shared(right: Any, self: PagePool, pages: Any) -> None:
     """Nobody is counted."""
+
+
+@fault("5b", "a request that was preempted reads its own tokens as prompt", Scheduler, "preempt")
+def reply_as_prompt(right: Any, self: Scheduler, request: Any) -> None:
+    right(self, request)
+    request.prompt, request.known = [*request.prompt, *request.known[:-1]], []
+
+
+@fault("6", "a stream is not released when its request is over", Scheduler, "leave")
+def left_open(right: Any, self: Scheduler, request: Any) -> None:
+    self.live.remove(request)
+    request.stream = None
 
 
 @fault("6", "the tail of a page table is stale", PagedBackend, "forget")

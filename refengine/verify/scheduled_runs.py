@@ -16,7 +16,7 @@ from refengine.model import cache_shape
 from refengine.serve.forward import Forward
 from refengine.serve.prompt_cache import PromptCache
 from refengine.serve.prompt_files import load_entries, save_entries
-from refengine.serve.requests import Request
+from refengine.serve.requests import Request, capacity
 from refengine.serve.session import Session
 from refengine.verify.equalities import FAILED, WINDOW_ROWS, Check, Form, check
 from refengine.verify.plan import OVERCOMMITTED, WINDOW, Engine, Key, Plan, Planned, sizes_of
@@ -106,7 +106,8 @@ def resumed(plan: Plan, engine: Engine, how: Resumption, done: Progress) -> dict
     """Second turns of the first n streams together, for each n, that resume where the first turns were kept."""
     prompts, context = engine.prompts[: plan.counts[-1]], context_of(plan, engine)
     made = roomy(plan, engine, how.kept_in, context, len(prompts))
-    first = service(engine, made, plan.chunks[-1], cache_of(made))
+    first_cache = cache_of(made)
+    first = service(engine, made, plan.chunks[-1], first_cache)
     marks = [None if how.marks == PAGE_MARKS else (len(prompt),) for prompt in prompts]
     requests = [
         Request(prompt, plan.turn_tokens, number=n, marks=m) for n, (prompt, m) in enumerate(zip(prompts, marks))
@@ -115,17 +116,26 @@ def resumed(plan: Plan, engine: Engine, how: Resumption, done: Progress) -> dict
     second = first
     if how.kept_in != how.resumed_in:
         there = roomy(plan, engine, how.resumed_in, context, len(prompts))
-        second = service(engine, there, plan.chunks[-1], moved(first.cache, cache_of(there)))
+        second = service(engine, there, plan.chunks[-1], moved(first_cache, cache_of(there)))
+    kept = [first_cache.marks(one.prompt) if one.marks is None else one.marks for one in requests]
     nexts = [second_turn(plan, n, one.prompt, one.reply) for n, one in enumerate(requests)]
     done()
     found = {}
     for count in plan.counts if how.kept_in == how.resumed_in else plan.counts[-1:]:
         turns = [Request(prompt, plan.turn_tokens, number=n, marks=()) for n, prompt in enumerate(nexts[:count])]
         found[count] = second.serve(turns)
-        found[count].broken = broken or found[count].broken
+        found[count].broken = broken or found[count].broken or too_few(found[count].resumed, kept)
         done()
     found[plan.counts[-1]].broken = found[plan.counts[-1]].broken or second.close() or first.close()
     return found
+
+
+def too_few(resumed: Sequence[int], kept: Sequence[Sequence[int]]) -> str | None:
+    """Which turn did not resume where the turn before was kept, if one did not."""
+    for number, (positions, marks) in enumerate(zip(resumed, kept)):
+        if positions < max(marks, default=0):
+            return f"stream {number}: resumed {positions} positions of {max(marks)} that were kept"
+    return None
 
 
 def roomy(plan: Plan, engine: Engine, form: Form, context: int, streams: int) -> Backend:
@@ -144,9 +154,8 @@ def cache_of(made: Backend) -> PromptCache:
     return PromptCache(made, None if made.paged else 16)
 
 
-def moved(source: PromptCache | None, target: PromptCache) -> PromptCache:
+def moved(source: PromptCache, target: PromptCache) -> PromptCache:
     """The entries of a cache in another, whose backend has another form: by way of files."""
-    assert source is not None
     with TemporaryDirectory() as folder:
         save_entries(source, folder, "equality 3", FINGERPRINT)
         load_entries(target, folder, FINGERPRINT, lambda line: None)
@@ -194,16 +203,13 @@ def requests_of(plan: Plan, engine: Engine, streams: int) -> list[Request]:
 
 def cramped(plan: Plan, engine: Engine, form: Form, context: int, streams: int, share: int) -> Backend:
     """A backend with room for one of the ``share`` parts of what streams claim together, and for the largest of them."""
-    wide = built(plan, engine, form, context, streams, WINDOW_ROWS)
-    if not isinstance(wide, PagedBackend):
+    kind, sizes = backend_class(form.backend), sizes_of(plan, form, context, streams, WINDOW_ROWS)
+    if not issubclass(kind, PagedBackend):
         return built(plan, engine, form, context, max(1, streams // share), WINDOW_ROWS)
-    claims = claimed(wide, requests_of(plan, engine, streams))
+    run_pages = kind.pages_a_run(cache_shape(engine.model.spec), sizes)
+    ends = [capacity(request.positions, sizes) for request in requests_of(plan, engine, streams)]
+    claims = [kind.pages_for(end, sizes) + run_pages for end in ends]
     return built(plan, engine, form, context, streams, WINDOW_ROWS, pool=max(max(claims), sum(claims) // share))
-
-
-def claimed(made: PagedBackend, requests: Sequence[Request]) -> list[int]:
-    """Pages that each request claims."""
-    return [made.pages_for(request.capacity(made), made.sizes) + made.run_pages for request in requests]
 
 
 def interrupted_is_not(form: Form, found: Mapping[Any, Any], wanted: Sequence[Transcript]) -> Iterator[Check]:

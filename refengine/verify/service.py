@@ -30,7 +30,7 @@ class Served:
 
     def end_life(self, number: int, passes: Sequence[Pass], reply: Sequence[int]) -> None:
         """What a request got since it was admitted last, if it got a token; begins: the pass at which its next life begins."""
-        if reply:
+        if reply and len(passes) > self.begins.get(number, 0):
             self.lives[number].append(transcript(number, passes[self.begins.get(number, 0) :], reply))
         self.begins[number] = len(passes)
 
@@ -49,7 +49,8 @@ class Service:
 
     def serve(self, requests: Sequence[Request], between: Callable[[Scheduler], None] = lambda _: None) -> Served:
         """Run requests, numbered from 0, to their end. between: called after each pass."""
-        scheduler = Scheduler(self.backend, self.forward, self.prompt_rows, self.cache, check=True)
+        vocabulary = self.forward.model.spec.vocabulary
+        scheduler = Scheduler(self.backend, self.forward, self.prompt_rows, self.cache, True, vocabulary)
         served, passes = Served([[] for _ in requests]), list[Pass]()
         for request in requests:
             scheduler.submit(request)
