@@ -1,5 +1,5 @@
-"""Flash Next's prep, pool and scores: what a layer stores is what rope_store stores, a block is pooled once its last position is
-there, and no row sees it before."""
+"""Flash Next's prep and pool: what a layer stores is what rope_store stores, a block is pooled once its last position is
+there, and neither passes nor rejected rows leave a trace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from buffers import assert_same_bits
 from backends import layout
 from backends.arena import CacheShape
 from backends.base import PROMPT, Backend, Sizes, Stream, backend_class
+from kernels_numba.flash_next.pool import fn_qsa_pool
 from kernels_numba.flash_next.prep import fn_attn_prep
 from kernels_numba.flash_next.turns import Media
 from kernels_numba.rope_store import rope_store, rope_table
+from kernels_numba.streams import ROWS
 
 BF16 = ml_dtypes.bfloat16
 H, HK, D, IH, DI, ROPE, EPS = 4, 2, 64, 2, 64, 16, 1e-6
@@ -108,3 +110,80 @@ def test_dims_that_no_kernel_has_are_refused_by_name():
     q, index_q = np.zeros((1, H, D), BF16), np.zeros((1, IH, 96), BF16)
     with pytest.raises(ValueError, match="^index_dim 96: "):
         fn_attn_prep(q, index_q, projected(1), *address, *GAINS, TABLE, EPS, HK, layout.paged)
+
+
+# --- Pool ---------------------------------------------------------------------------------------------------------------
+
+
+def pool(made: Backend, batch: Any) -> None:
+    most = int(batch.table[:, ROWS].max())
+    fn_qsa_pool(made.arena.words, made.pages, made.layer_streams(0, batch), most, GAINS[2], TABLE, EPS, made.layout)
+
+
+def read(made: Backend, stream: Stream, rows: np.ndarray, committed: int | None = None) -> None:
+    """A pass: prep and pool. committed: how many of its rows are accepted."""
+    batch = made.batch(PROMPT, [(stream, len(rows))])
+    prep(made, batch, rows)
+    pool(made, batch)
+    made.finish(batch)
+    if committed is not None:
+        stream.committed -= len(rows) - committed
+
+
+@pytest.mark.parametrize("name, size", [("window", 16), ("paged", 4), ("paged", 16), ("paged-p256", 0), ("mixed", 48)])
+@pytest.mark.parametrize("cuts", [(41,), (1,) * 41, (12, 29), (13, 28), (14, 27), (15, 26), (3, 2, 7, 1, 28)])
+def test_how_a_prompt_is_cut_leaves_no_trace_in_raw_or_pooled_keys(name, size, cuts):
+    rows = projected(41)
+    made, stream = opened("window")
+    read(made, stream, rows)
+    whole = stream.save()
+    made, stream = opened(name, size or 16)
+    for start, count in zip(np.cumsum((0, *cuts)), cuts, strict=False):
+        read(made, stream, rows[start : start + count])
+    found = stream.save()
+    assert found.pooled.shape == (1, 10, DI) and np.isfinite(found.pooled.astype(np.float32)).all()
+    for name, array in whole.arrays.items():
+        assert_same_bits(found.arrays[name], array)
+
+
+@pytest.mark.parametrize("accepted", range(6))
+def test_rejected_rows_of_a_window_leave_no_trace(accepted):
+    """Drafts that complete a block, of which some are accepted; then other rows in their places."""
+    rows, drafts = projected(30), projected(6, seed=1)
+    drafts[:accepted] = rows[13 : 13 + accepted]
+    made, stream = opened()
+    read(made, stream, rows[:13])
+    read(made, stream, drafts, accepted)
+    read(made, stream, rows[13 + accepted :])
+    other, twin = opened("window")
+    read(other, twin, rows)
+    for name, array in twin.save().arrays.items():
+        assert_same_bits(stream.save().arrays[name], array)
+
+
+def test_a_kept_state_goes_on_in_the_middle_of_a_block_and_pools_to_the_same_bits():
+    rows = projected(30)
+    made, stream = opened("window")
+    read(made, stream, rows[:18])
+    kept = stream.save()
+    read(made, stream, rows[18:])
+    for name, size in (("paged", 4), ("paged", 48), ("mixed", 16)):
+        other = backend_class(name)(SHAPE, Sizes(CONTEXT, 2, size, 16, 3, 7))
+        other.open()
+        again = other.restore(kept)
+        read(other, again, rows[18:])
+        assert_same_bits(again.save().pooled, stream.save().pooled)
+    assert kept.pooled.shape[1] == 4 and stream.save().pooled.shape[1] == 7
+
+
+def test_pooling_again_gives_the_same_bits():
+    made, stream = opened()
+    read(made, stream, projected(30))
+    before = stream.save()
+    stream.committed = 0
+    batch = made.batch(PROMPT, [(stream, 30)])
+    pooled = made.arena.words.copy()
+    pool(made, batch)
+    assert made.arena.words.tobytes() == pooled.tobytes()
+    made.finish(batch)
+    assert_same_bits(stream.save().pooled, before.pooled)

@@ -93,16 +93,18 @@ def other_form(case: IndexedCase) -> Any:
 
 
 @lru_cache(64)
-def keys_of(dims: int, seed: int, stream: int, block: int, kind: int) -> Array:
+def keys_of(width: int, seed: int, stream: int, block: int, kind: int) -> Array:
     """bf16 [BLOCK, DI] of a stream's positions. kind: 5, raw keys; 6, pooled ones.
 
     In every eighth dim of raw keys the first and the third of a block cancel, and are so large that the second loses bits
-    between them: the order of a block's sum shows.
+    between them: the order of a block's sum shows. Two dims are so large that a row's sum of squares is a lane's: so does
+    the order in which it adds them.
     """
-    rows = drawn_bf16((seed, dims, stream, kind, block), BLOCK, dims)
+    rows = drawn_bf16((seed, width, stream, kind, block), BLOCK, width)
     if kind == 5:
         rows[::BLOCK_POSITIONS, 3::8] *= rows.dtype.type(2.0**20)
         rows[2::BLOCK_POSITIONS, 3::8] = -rows[::BLOCK_POSITIONS, 3::8]
+        rows[:, 4:6] *= rows.dtype.type(2.0**6)
     return rows
 
 

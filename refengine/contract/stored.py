@@ -44,7 +44,7 @@ def places(laid: Cache, counts: Sequence[int]) -> Places:
 def indexer_places(laid: Cache, plane: str, spans: Sequence[tuple[int, int, int]]) -> Places:
     """Where rows of a plane of the indexer lie. spans: (stream, first row, the one past the last), in order."""
     words = np.concatenate([laid.indexer_rows(n, plane, *span) for n, *span in spans])
-    return {plane: (4 * words[..., None] + np.arange(4)).reshape(*words.shape[:2], -1)}
+    return {plane: (4 * words[..., None] + np.arange(4)).reshape(*words.shape[:2], 4 * words.shape[2])}
 
 
 def empty(laid: Cache, own: Places, poison: Poison) -> None:
