@@ -1,8 +1,9 @@
-"""Flash Next's prep and pool: what a layer stores is what rope_store stores, a block is pooled once its last position is
-there, and neither passes nor rejected rows leave a trace."""
+"""Flash Next's prep, pool and scores: what a layer stores is what rope_store stores, a block is pooled once its last position is
+there, neither passes nor rejected rows leave a trace, and scores have the sums that they are said to have."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -15,9 +16,10 @@ from backends.arena import CacheShape
 from backends.base import PROMPT, Backend, Sizes, Stream, backend_class
 from kernels_numba.flash_next.pool import fn_qsa_pool
 from kernels_numba.flash_next.prep import fn_attn_prep
+from kernels_numba.flash_next.scores import fn_qsa_scores
 from kernels_numba.flash_next.turns import Media
 from kernels_numba.rope_store import rope_store, rope_table
-from kernels_numba.streams import ROWS
+from kernels_numba.streams import COLUMNS, COMMITTED, POOLED_PLANE, PTOK, ROWS, TABLE
 
 BF16 = ml_dtypes.bfloat16
 H, HK, D, IH, DI, ROPE, EPS = 4, 2, 64, 2, 64, 16, 1e-6
@@ -25,7 +27,7 @@ SHAPE = CacheShape((0,), (), H, HK, D, 0, 0, 0, 0, 0, index_dim=DI)
 CONTEXT = 64
 HEADS = (2 * H + 2 * HK) * D
 GAINS = [np.linspace(0.5, most, n, dtype=np.float32) for most, n in ((1.5, D), (2.5, D), (3.5, DI))]
-TABLE = rope_table(CONTEXT, ROPE, 10.0)
+COS_SIN = rope_table(CONTEXT, ROPE, 10.0)
 
 
 def projected(rows: int, seed: int = 0) -> np.ndarray:
@@ -44,7 +46,7 @@ def prep(made: Backend, batch: Any, rows: np.ndarray, media: Media | None = None
     """(q, index_q) of a pass."""
     q, index_q = np.zeros((len(rows), H, D), BF16), np.zeros((len(rows), IH, DI), BF16)
     address = made.arena.words, made.pages, made.layer_streams(0, batch), batch.owners
-    fn_attn_prep(q, index_q, rows, *address, *GAINS, TABLE, EPS, HK, made.layout, made.sizes.kv, media)
+    fn_attn_prep(q, index_q, rows, *address, *GAINS, COS_SIN, EPS, HK, made.layout, made.sizes.kv, media)
     return q, index_q
 
 
@@ -60,7 +62,7 @@ def test_prep_gives_the_bits_of_rope_store(name, kv):
     batch = other.batch(PROMPT, [(twin, 21)])
     wanted, heads = np.zeros_like(q), np.ascontiguousarray(rows[:, :HEADS])
     address = other.arena.words, other.pages, other.layer_streams(0, batch), batch.owners
-    rope_store(wanted, heads, *address, *GAINS[:2], TABLE, EPS, HK, other.layout, kv)
+    rope_store(wanted, heads, *address, *GAINS[:2], COS_SIN, EPS, HK, other.layout, kv)
     assert_same_bits(q, wanted)
     other.finish(batch)
     found, stored = stream.save(), twin.save()
@@ -109,7 +111,7 @@ def test_dims_that_no_kernel_has_are_refused_by_name():
     )
     q, index_q = np.zeros((1, H, D), BF16), np.zeros((1, IH, 96), BF16)
     with pytest.raises(ValueError, match="^index_dim 96: "):
-        fn_attn_prep(q, index_q, projected(1), *address, *GAINS, TABLE, EPS, HK, layout.paged)
+        fn_attn_prep(q, index_q, projected(1), *address, *GAINS, COS_SIN, EPS, HK, layout.paged)
 
 
 # --- Pool ---------------------------------------------------------------------------------------------------------------
@@ -117,7 +119,7 @@ def test_dims_that_no_kernel_has_are_refused_by_name():
 
 def pool(made: Backend, batch: Any) -> None:
     most = int(batch.table[:, ROWS].max())
-    fn_qsa_pool(made.arena.words, made.pages, made.layer_streams(0, batch), most, GAINS[2], TABLE, EPS, made.layout)
+    fn_qsa_pool(made.arena.words, made.pages, made.layer_streams(0, batch), most, GAINS[2], COS_SIN, EPS, made.layout)
 
 
 def read(made: Backend, stream: Stream, rows: np.ndarray, committed: int | None = None) -> None:
@@ -187,3 +189,79 @@ def test_pooling_again_gives_the_same_bits():
     assert made.arena.words.tobytes() == pooled.tobytes()
     made.finish(batch)
     assert_same_bits(stream.save().pooled, before.pooled)
+
+
+# --- Scores -------------------------------------------------------------------------------------------------------------
+
+
+def scored(queries: np.ndarray, keys: np.ndarray, rows: int = 1) -> np.ndarray:
+    """float32 [rows, blocks + 1]: scores of a window's last rows. queries: bf16 [rows, IH, DI]; keys: bf16 [blocks, DI]."""
+    arena = np.full(4 + keys.size // 2, 0xFFB5FFB5, np.uint32)
+    arena[4:] = keys.view(np.uint32).reshape(-1)
+    row = np.zeros((1, COLUMNS), np.int64)
+    row[0, [COMMITTED, TABLE, PTOK, POOLED_PLANE]] = 4 * len(keys) - rows, -1, 4 * len(keys), 4
+    scores = np.full((rows, len(keys) + 1), -1, np.float32)
+    fn_qsa_scores(scores, queries, arena, np.zeros(1, np.int32), row, np.zeros(rows, np.int32), layout.window)
+    return scores
+
+
+def exact_fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    """a · b + c of bf16 values a, b, rounded once."""
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    near = np.float32(float(exact))
+    around = sorted({near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(-np.inf))})
+    return min(around, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
+
+
+def in_order(query: np.ndarray, key: np.ndarray) -> np.float32:
+    """A score as its module states it: lanes of eight dims, exchanges, heads from zero, one division."""
+    total = np.float32(0)
+    for head in query.astype(np.float32):
+        lanes = []
+        for q, k in zip(head.reshape(-1, 8), key.astype(np.float32).reshape(-1, 8), strict=True):
+            part = q[0] * k[0]
+            for a, b in zip(q[1:], k[1:], strict=True):
+                part = exact_fma(a, b, part)
+            lanes.append(part)
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+        total = total + max(lanes[0], np.float32(0))
+    return total / np.sqrt(np.float32(len(key)))
+
+
+@pytest.mark.parametrize("dims", (64, 128))
+@pytest.mark.parametrize("heads", (1, 4))
+def test_sums_have_the_order_that_they_are_said_to_have(dims, heads):
+    rng = np.random.default_rng(dims + heads)
+    query, keys = (rng.standard_normal(shape, np.float32).astype(BF16) for shape in ((1, heads, dims), (7, dims)))
+    found = scored(query, keys)
+    assert_same_bits(found[0, :7], np.array([in_order(query[0], key) for key in keys], np.float32))
+    assert np.float32(11.313708498984761).view(np.uint32) == 0x413504F3 == np.sqrt(np.float32(128)).view(np.uint32)
+
+
+def test_scores_below_zero_are_zeros_without_a_sign():
+    query, keys = np.ones((1, 2, 64), BF16), -np.arange(5 * 64, dtype=np.float32).reshape(5, 64).astype(BF16)
+    assert scored(query, keys)[0, :5].tobytes() == np.zeros(5, np.float32).tobytes()
+
+
+def test_rows_of_a_window_see_blocks_that_are_complete_at_their_positions():
+    """Seven rows end with block 3: the first ones do not see the blocks that later ones complete."""
+    rng = np.random.default_rng(0)
+    query, keys = (rng.standard_normal(shape, np.float32).astype(BF16) for shape in ((7, 2, 64), (4, 64)))
+    found, last = scored(query, keys, 7), scored(query[-1:], keys)
+    assert (found != -1).sum(axis=1).tolist() == [2, 2, 3, 3, 3, 3, 4]
+    assert_same_bits(found[-1:], last)
+
+
+def test_no_blocks_are_no_launch_and_other_dims_are_refused():
+    scored(np.ones((1, 2, 64), BF16), np.ones((1, 64), BF16))
+    args: list[Any] = [
+        np.zeros(1, np.uint32),
+        np.zeros(1, np.int32),
+        np.zeros((1, COLUMNS), np.int64),
+        np.zeros(1, np.int32),
+    ]
+    fn_qsa_scores(np.zeros((1, 0), np.float32), np.ones((1, 2, 64), BF16), *args, layout.window)
+    with pytest.raises(ValueError, match="^index_dim 32: the sparse indexer has 64 and 128$"):
+        fn_qsa_scores(np.zeros((1, 1), np.float32), np.ones((1, 2, 32), BF16), *args, layout.window)
