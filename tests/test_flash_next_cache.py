@@ -3,6 +3,7 @@ there, neither passes nor rejected rows leave a trace, and scores have the sums 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -18,8 +19,13 @@ from kernels_numba.flash_next.pool import fn_qsa_pool
 from kernels_numba.flash_next.prep import fn_attn_prep
 from kernels_numba.flash_next.scores import fn_qsa_scores
 from kernels_numba.flash_next.turns import Media
+from kernels_numba.machine.modes import recorded
 from kernels_numba.rope_store import rope_store, rope_table
 from kernels_numba.streams import COLUMNS, COMMITTED, POOLED_PLANE, PTOK, ROWS, TABLE
+from refengine.contract.entry import product_modules
+from refengine.contract.gates import this_device
+from refengine.contract.registry import entries
+from refengine.contract.workbench import NAN, Workbench
 
 BF16 = ml_dtypes.bfloat16
 H, HK, D, IH, DI, ROPE, EPS = 4, 2, 64, 2, 64, 16, 1e-6
@@ -265,3 +271,25 @@ def test_no_blocks_are_no_launch_and_other_dims_are_refused():
     fn_qsa_scores(np.zeros((1, 0), np.float32), np.ones((1, 2, 64), BF16), *args, layout.window)
     with pytest.raises(ValueError, match="^index_dim 32: the sparse indexer has 64 and 128$"):
         fn_qsa_scores(np.zeros((1, 1), np.float32), np.ones((1, 2, 32), BF16), *args, layout.window)
+
+
+# --- On a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ("fn_attn_prep", "fn_qsa_pool", "fn_qsa_scores"))
+def test_ptx_has_each_rounding_that_the_source_writes(name):
+    """On pages, the rows of media where there are such; on windows and pages, with rows of several words a lane."""
+    pytest.importorskip("numba_cuda")
+    from kernels_numba.machine.records import float_operations, ptx_text
+
+    entry = entries()[name]
+    for case in (
+        entry.control_cases()[1],
+        replace(entry.control_cases()[-1], layout="mixed", streams=((3, 5), (2, 14))),
+    ):
+        with recorded() as recording:
+            entry.launch(case, entry.inputs(case, NAN, 0), Workbench(this_device("cpu"), NAN), product_modules(entry))
+        (one,) = recording.launches
+        text = ptx_text(one.program, one.signature)
+        assert float_operations(text).unwanted == {} and ".f64" not in text
+        assert ("fma.rn.f32" in text) == (name == "fn_qsa_scores")
