@@ -19,6 +19,7 @@ from kernels_numba.flash_next.pool import fn_qsa_pool
 from kernels_numba.flash_next.prep import fn_attn_prep
 from kernels_numba.flash_next.scores import fn_qsa_scores
 from kernels_numba.flash_next.turns import Media
+from kernels_numba.machine import checked
 from kernels_numba.machine.modes import recorded
 from kernels_numba.rope_store import rope_store, rope_table
 from kernels_numba.streams import COLUMNS, COMMITTED, POOLED_PLANE, PTOK, ROWS, TABLE
@@ -271,6 +272,26 @@ def test_no_blocks_are_no_launch_and_other_dims_are_refused():
     fn_qsa_scores(np.zeros((1, 0), np.float32), np.ones((1, 2, 64), BF16), *args, layout.window)
     with pytest.raises(ValueError, match="^index_dim 32: the sparse indexer has 64 and 128$"):
         fn_qsa_scores(np.zeros((1, 1), np.float32), np.ones((1, 2, 32), BF16), *args, layout.window)
+
+
+# --- Page lookups -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, size, pages", [("window", 16, 0), ("paged", 4, 1), ("paged", 48, 1), ("mixed", 48, 1)])
+def test_lookups_are_one_a_stored_row_and_head_one_a_block(name, size, pages):
+    """Of a warp's 32 threads where a warp takes the row or the block; of one thread where scores share it."""
+    made, stream = opened(name, size)
+    batch = made.batch(PROMPT, [(stream, 29)])
+    with checked() as seen:
+        _, index_q = prep(made, batch, projected(29))
+    assert seen.counters["lookups"] == pages * 32 * 29 * (HK + 1)
+    with checked() as seen:
+        pool(made, batch)
+    assert seen.counters["lookups"] == pages * 32 * (29 // 4)
+    address = made.arena.words, made.pages, made.layer_streams(0, batch), batch.owners
+    with checked() as seen:
+        fn_qsa_scores(np.zeros((29, 7), np.float32), index_q, *address, made.layout)
+    assert seen.counters["lookups"] == pages * sum((position + 1) // 4 for position in range(29))
 
 
 # --- On a GPU -----------------------------------------------------------------------------------------------------------
