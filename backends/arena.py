@@ -28,7 +28,8 @@ class CacheShape:
 
     attention_layers, linear_layers: layer numbers. heads, kv_heads, head_dim: of full attention. value_heads, value_dim,
     key_dim: of the recurrent state [value_heads, value_dim, key_dim] float32. conv_channels, conv_rows: of the convolution's
-    history [conv_rows, conv_channels] bf16.
+    history [conv_rows, conv_channels] bf16. index_dim: of the keys of each attention layer's sparse indexer, bf16, one head (0:
+    it has none); index_ratio: positions a block, whose keys are pooled to one.
     """
 
     attention_layers: tuple[int, ...]
@@ -41,6 +42,8 @@ class CacheShape:
     key_dim: int
     conv_channels: int
     conv_rows: int
+    index_dim: int = 0
+    index_ratio: int = 4
 
     def plane_words(self, positions: int, kv: str = "bf16") -> int:
         """Words of one layer's K (or V) for a page of ``positions``; kv: "bf16" or "fp8"."""
@@ -50,17 +53,33 @@ class CacheShape:
         """Words of the exponents of one layer's K (or V); none where the cache is bf16."""
         return aligned(-(-self.kv_heads * positions // 4)) if kv == "fp8" else 0
 
-    def page_words(self, positions: int, kv: str = "bf16") -> int:
-        """Words of a page: each attention layer's K, its V, the exponents of K, those of V."""
-        layer = 2 * (self.plane_words(positions, kv) + self.exponent_words(positions, kv))
-        return len(self.attention_layers) * layer
+    def blocks(self, positions: int) -> int:
+        """Whole blocks of the indexer in so many positions."""
+        return positions // self.index_ratio
 
-    def planes(self, layer: int, positions: int, kv: str = "bf16") -> tuple[int, int, int, int]:
-        """Word offsets of a layer's planes inside a page: K, V, exponents of K and of V (0 where there are none)."""
+    def layer_words(self, positions: int, kv: str = "bf16") -> tuple[int, ...]:
+        """Words of one layer's planes in a page, in order: K, V, exponents of K, of V, raw index keys, pooled ones."""
         plane, exponents = self.plane_words(positions, kv), self.exponent_words(positions, kv)
-        k = self.attention_layers.index(layer) * 2 * (plane + exponents)
-        k_exp = k + 2 * plane
-        return k, k + plane, k_exp if exponents else 0, k_exp + exponents if exponents else 0
+        index, pooled = (aligned(rows * self.index_dim // 2) for rows in (positions, self.blocks(positions)))
+        return plane, plane, exponents, exponents, index, pooled
+
+    def page_words(self, positions: int, kv: str = "bf16") -> int:
+        """Words of a page: the planes of each attention layer."""
+        return len(self.attention_layers) * sum(self.layer_words(positions, kv))
+
+    def planes(self, layer: int, positions: int, kv: str = "bf16") -> tuple[int, ...]:
+        """Word offsets of a layer's planes inside a page, as layer_words orders them; 0 for those that there are not."""
+        sizes = self.layer_words(positions, kv)
+        start = self.attention_layers.index(layer) * sum(sizes)
+        return tuple(start + sum(sizes[:n]) if size else 0 for n, size in enumerate(sizes))
+
+    def check_page(self, positions: int) -> None:
+        """Raise ValueError for a page that would cut a block of the indexer in two."""
+        if self.index_dim and positions % self.index_ratio:
+            raise ValueError(
+                f"page_size {positions}: the sparse indexer pools blocks of {self.index_ratio} positions; take a multiple of "
+                f"{self.index_ratio}"
+            )
 
     @property
     def state_words(self) -> int:

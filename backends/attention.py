@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def takes_scalar(attention: str, phase: str, table: np.ndarray) -> bool:
-    """Whether every row of a pass takes the scalar path. table: int64 [S, 11], the stream table."""
+    """Whether every row of a pass takes the scalar path. table: int64 [S, 13], the stream table."""
     holds_pages = bool(((table[:, TABLE] >= 0) & (table[:, ROWS] > 0)).any())
     return attention != TILES and holds_pages and (phase != PROMPT or attention == SCALAR_BATCH)
 

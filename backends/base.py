@@ -33,9 +33,11 @@ from kernels_numba.streams import (
     COLUMNS,
     COMMITTED,
     FIRST,
+    INDEX_PLANE,
     K_EXP_PLANE,
     K_PLANE,
     PAGE_WORDS,
+    POOLED_PLANE,
     PTOK,
     ROWS,
     TABLE,
@@ -63,7 +65,7 @@ Beginning = Prefix | Kept
 """What a stream may begin with: pages that it shares, or rows on the host that are copied into it."""
 
 BF16 = ml_dtypes.bfloat16
-PLANES = [K_PLANE, V_PLANE, K_EXP_PLANE, V_EXP_PLANE]
+PLANES = [K_PLANE, V_PLANE, K_EXP_PLANE, V_EXP_PLANE, INDEX_PLANE, POOLED_PLANE]
 
 
 class Backend(ABC):
@@ -91,11 +93,14 @@ class Backend(ABC):
         self.pages = xp.full(sizes.streams * self.columns, self.null_page, dtype=np.int32)
 
     def check_layout(self) -> None:
-        """Raise BackendError for heads that no kernel has, or where the layout promises what the page size does not keep."""
+        """Raise BackendError for heads that no kernel has, or where the page size does not keep what the layout or the shape
+        needs."""
         shape = self.shape
         try:
             if shape.attention_layers:
                 decode_plan.check_heads(shape.heads, shape.kv_heads, shape.head_dim)
+            if self.paged:
+                shape.check_page(self.positions)
         except ValueError as refusal:
             raise BackendError(f"{self.name}: {refusal}") from refusal
         page, layout = self.positions, self.layout
@@ -301,7 +306,7 @@ class Backend(ABC):
         return row
 
     def layer_tables(self, table: np.ndarray) -> np.ndarray:
-        """int64 [L, S, 11]: the stream table of each attention layer, with its planes (without layers: one, as it is)."""
+        """int64 [L, S, 13]: the stream table of each attention layer, with its planes (without layers: one, as it is)."""
         layers = self.shape.attention_layers
         tables = np.repeat(table[None], max(1, len(layers)), axis=0)
         for ptok in np.unique(table[:, PTOK]).tolist():
@@ -490,10 +495,11 @@ class Backend(ABC):
 
     def planes(self, layer: int) -> tuple[int, int]:
         """Word offsets of a layer's K and V in a page."""
-        return self.shape.planes(layer, self.positions, self.sizes.kv)[:2]
+        k, v = self.shape.planes(layer, self.positions, self.sizes.kv)[:2]
+        return k, v
 
     def layer_streams(self, layer: int, batch: Batch) -> Any:
-        """The stream table of an attention layer: int64 [S, 11] on the device."""
+        """The stream table of an attention layer: int64 [S, 13] on the device."""
         return batch.streams[self.shape.attention_layers.index(layer)]
 
     def record(self, layer: int, batch: Batch) -> tuple[Any, Any]:

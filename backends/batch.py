@@ -27,7 +27,7 @@ class Norms:
 class Batch:
     """The rows of one pass. rows: W rows, streams one after the other.
 
-    table: int64 [S, 11], the stream table on the host; streams: int64 [L, S, 11] on the device, one for each attention layer
+    table: int64 [S, 13], the stream table on the host; streams: int64 [L, S, 13] on the device, one for each attention layer
     (if there are none, one without planes); owners: int32 [W], row -> stream; runs: int64 [S], words of the arena at which
     the streams' runs start; depths: int32 [W], rows of its own stream that a row sees, itself included; decode: paths int32
     [W, 128], which of them.

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from backends.arena import CacheShape
 from backends.page_copies import (
     EXPONENTS,
+    INDEX,
+    POOLED,
     ROWS,
     Place,
     into_cache,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from backends.base import Backend
     from backends.prefix import Prefix
 
+ARRAYS = (ROWS, EXPONENTS, "states", "histories", INDEX, POOLED)
+"""Of a kept state; not each has all."""
 Axes = dict[str, int]
 """The axes of an array in order, and their lengths."""
 
@@ -43,7 +47,8 @@ class Kept:
 
     rows: uint32 [attention layers, K and V, KV heads, positions, row words], bf16 pairs or four e4m3 codes a word. exponents:
     int8 [attention layers, K and V, KV heads, positions] of an fp8 cache, else None. states: float32 [linear layers, HV, DV,
-    DK]. histories: bf16 [linear layers, conv rows, C]. C-contiguous; layers in the model's order.
+    DK]. histories: bf16 [linear layers, conv rows, C]. index: bf16 [attention layers, positions, DI], raw keys of a sparse
+    indexer, and pooled: bf16 [attention layers, whole blocks, DI], else None. C-contiguous; layers in the model's order.
     """
 
     positions: int
@@ -53,11 +58,13 @@ class Kept:
     exponents: NDArray[np.int8] | None
     states: NDArray[np.float32]
     histories: NDArray[Any]
+    index: NDArray[Any] | None = None
+    pooled: NDArray[Any] | None = None
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Those that there are, by name."""
-        named = {name: getattr(self, name) for name in ("rows", "exponents", "states", "histories")}
+        named = {name: getattr(self, name) for name in ARRAYS}
         return {name: array for name, array in named.items() if array is not None}
 
     @property
@@ -85,14 +92,17 @@ def kept_axes(shape: CacheShape, kv: str, positions: int) -> dict[str, tuple[np.
     attention, linear = len(shape.attention_layers), len(shape.linear_layers)
     cached = {"attention layers": attention, "K and V": 2, "KV heads": shape.kv_heads, "positions": positions}
     heads = {"value heads": shape.value_heads, "value dims": shape.value_dim, "key dims": shape.key_dim}
+    bf16, layers, dims = np.dtype(ml_dtypes.bfloat16), {"attention layers": attention}, {"index dims": shape.index_dim}
+    indexer = {
+        "index": (bf16, {**layers, "positions": positions, **dims}),
+        "pooled": (bf16, {**layers, "blocks": shape.blocks(positions), **dims}),
+    }
     return {
         "rows": (np.dtype(np.uint32), cached | {"words a row": row_words(shape.head_dim, kv)}),
         **({"exponents": (np.dtype(np.int8), cached)} if kv == "fp8" else {}),
         "states": (np.dtype(np.float32), {"linear layers": linear, **heads}),
-        "histories": (
-            np.dtype(ml_dtypes.bfloat16),
-            {"linear layers": linear, "rows": shape.conv_rows, "channels": shape.conv_channels},
-        ),
+        "histories": (bf16, {"linear layers": linear, "rows": shape.conv_rows, "channels": shape.conv_channels}),
+        **(indexer if shape.index_dim else {}),
     }
 
 
@@ -133,7 +143,8 @@ def copied(backend: Backend, positions: int, prompted: int, place: Place, run: i
     for n, layer in enumerate(shape.linear_layers):
         states[n], histories[n] = map(on_host, backend.state_at(run, layer))
     found = {name: on_host(array) for name, array in cached.items()}
-    return Kept(positions, prompted, kv, found[ROWS], found.get(EXPONENTS), states, histories)
+    indexer = found.get(INDEX), found.get(POOLED)
+    return Kept(positions, prompted, kv, found[ROWS], found.get(EXPONENTS), states, histories, *indexer)
 
 
 def restore(backend: Backend, kept: Kept, stream: Stream) -> None:

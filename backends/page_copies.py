@@ -1,7 +1,7 @@
 """Cached rows on the move: a stream's into contiguous arrays and back, a page's into another page. Spec serving §4.
 
-One launch a unit, over all pages and layers: words for rows of keys and values, bytes for the exponents of an fp8 cache. Where
-a page lies is asked of the backend's own address function.
+One launch a part, over all pages and layers: rows of keys and values, the exponents of an fp8 cache byte by byte, the raw and
+the pooled keys of a sparse indexer. Where a page lies is asked of the backend's own address function.
 """
 
 from __future__ import annotations
@@ -24,29 +24,40 @@ from kernels_numba.streams import BASE, PTOK, TABLE
 if TYPE_CHECKING:
     from backends.base import Backend
 
-ROWS, EXPONENTS = "rows", "exponents"
+ROWS, EXPONENTS, INDEX, POOLED = "rows", "exponents", "index", "pooled"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one launch moves. unit: of copy_pages; a_word: units a word; width: units of a KV head's row of a position."""
+    """What one launch moves: of each layer, planes [heads, rows, width].
+
+    columns: of CacheShape.planes, the first and the one past the last. unit: of copy_pages; a_word: units a word; width: units
+    of a row. a_row: positions that have a row together.
+    """
 
     name: str
-    unit: str
-    a_word: int
+    columns: tuple[int, int]
+    heads: int
     width: int
+    unit: str = "word"
+    a_word: int = 1
+    a_row: int = 1
 
     def planes(self, shape: CacheShape, ptok: int, kv: str) -> NDArray[np.int64]:
-        """int64 [2 · attention layers]: units from a page's start to the part's planes, K and V of each layer."""
-        columns = slice(0, 2) if self.name == ROWS else slice(2, 4)
-        found = [shape.planes(layer, ptok, kv)[columns] for layer in shape.attention_layers]
+        """int64 [planes of all attention layers]: units from a page's start to each."""
+        found = [shape.planes(layer, ptok, kv)[slice(*self.columns)] for layer in shape.attention_layers]
         return np.array(found, np.int64).reshape(-1) * self.a_word
 
 
 def parts(shape: CacheShape, kv: str) -> list[Part]:
     """The parts of a cached row."""
-    rows, exponents = Part(ROWS, "word", 1, row_words(shape.head_dim, kv)), Part(EXPONENTS, "byte", 4, 1)
-    return [rows, exponents] if kv == "fp8" else [rows]
+    found = [Part(ROWS, (0, 2), shape.kv_heads, row_words(shape.head_dim, kv))]
+    if kv == "fp8":
+        found.append(Part(EXPONENTS, (2, 4), shape.kv_heads, 1, "byte", 4))
+    if shape.index_dim:
+        found.append(Part(INDEX, (4, 5), 1, shape.index_dim // 2))
+        found.append(Part(POOLED, (5, 6), 1, shape.index_dim // 2, a_row=shape.index_ratio))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +69,12 @@ class Place:
 
     def side(self, backend: Backend, part: Part) -> Side:
         """As the planner takes it."""
-        return Side(self.starts * part.a_word, part.planes(backend.shape, self.ptok, backend.sizes.kv), self.ptok)
+        planes = part.planes(backend.shape, self.ptok, backend.sizes.kv)
+        return Side(self.starts * part.a_word, planes, self.ptok // part.a_row)
 
 
 def out_of_cache(backend: Backend, place: Place, positions: int, arrays: dict[str, Any]) -> None:
-    """Copy the first positions into ``arrays``: of each part, [attention layers, 2, HK, positions, ...] on the device."""
+    """Copy the first positions into ``arrays``: each part's as a kept state has it, on the device."""
     for part in parts(backend.shape, backend.sizes.kv):
         cached, kept = place.side(backend, part), contiguous_side(backend, positions, part)
         launch(backend, arrays[part.name], backend.arena.words, cached, kept, positions, part)
@@ -103,16 +115,16 @@ def pages_place(backend: Backend, pages: Sequence[int]) -> Place:
 
 
 def contiguous_side(backend: Backend, positions: int, part: Part) -> Side:
-    """Rows [attention layers, 2, HK, positions]."""
-    shape = backend.shape
-    return contiguous(2 * len(shape.attention_layers), shape.kv_heads, positions, part.width)
+    """Rows [attention layers, planes, heads, rows of the positions]."""
+    planes = len(backend.shape.attention_layers) * (part.columns[1] - part.columns[0])
+    return contiguous(planes, part.heads, positions // part.a_row, part.width)
 
 
 def launch(
     backend: Backend, target: Any, source: Any, source_side: Side, target_side: Side, positions: int, part: Part
 ) -> None:
     """Copy positions from one side to the other."""
-    plan = plan_moves(source_side, target_side, positions, backend.shape.kv_heads, part.width)
+    plan = plan_moves(source_side, target_side, positions // part.a_row, part.heads, part.width)
     copy_pages(target, source, backend.xp.asarray(plan.moves), plan.rows, plan.width, part.unit)
 
 

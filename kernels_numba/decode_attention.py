@@ -549,7 +549,7 @@ def decode_rows(po, pm, pl, q, arena, pages, streams, items, groups, kv_heads, s
     Launch: grid items · HK, the KV head fastest, 128 threads, ``shared_bytes(D)``.
 
     po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H], written: a stream's groups from slot 0, then its
-    chunks. q: bf16 [W, H, D]. arena: uint32 [words]. pages: int32 [entries]. streams: int64 [S, 11], of the layer.
+    chunks. q: bf16 [W, H, D]. arena: uint32 [words]. pages: int32 [entries]. streams: int64 [S, 13], of the layer.
     items: int32 [n, 3] and groups: int32 [S], see DecodePlan. kv_heads: HK. scale: float32, factor of a score. D:
     head_dim, 64, 128 or 256. G: query heads a KV head. layout: backends.layout.Layout. kv:
     "bf16" or "fp8".
@@ -754,7 +754,7 @@ def decode_merge(out, po, pm, pl, streams, rows, depths, groups, *, D):
 
     A row that sees no key (p + depth = 0) gives 0. Launch: grid (W, H), D/2 threads, two columns each.
 
-    out: bf16 [W, H, D], written. po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H]. streams: int64 [S, 11].
+    out: bf16 [W, H, D], written. po: float32 [slots, W, H, D], pm, pl: float32 [slots, W, H]. streams: int64 [S, 13].
     rows: int32 [W], row -> stream. depths: int32 [W]. groups: int32 [S], how many of a stream's slots are whole
     groups.
     """

@@ -94,7 +94,7 @@ def carve_partials(scratch: Any, partials: tuple[int, int, int], D: int) -> tupl
 def plan_decode(
     streams: NDArray[np.int64], heads: int, kv_heads: int, D: int, min_grouped: int = MIN_GROUPED
 ) -> DecodePlan:
-    """Cut a launch. streams: int64 [S, 11] (kernels_numba/streams.py), on the host; streams of no rows take no part.
+    """Cut a launch. streams: int64 [S, 13] (kernels_numba/streams.py), on the host; streams of no rows take no part.
 
     Raises ValueError for heads or D that decode does not have, a window of more than 128 rows, or rows that are not
     each in one stream.

@@ -291,7 +291,7 @@ def decode_scalar(
 
     po: float32 [slots, rows of a slice, H, D], pm, pl: the same without D, written: chunk c of a row at slot c. q: bf16 [R,
     H, D], of the slice and maybe more, as rows, paths and depths. arena: uint32 [words]. pages: int32 [entries]. streams:
-    int64 [S, 11], of the layer. rows: int32 [R], row -> stream. depths: int32 [R]: the row sees keys below p + depth.
+    int64 [S, 13], of the layer. rows: int32 [R], row -> stream. depths: int32 [R]: the row sees keys below p + depth.
     kv_heads: HK. scale: float32, factor of a score. D: head_dim, 64, 128 or 256. G: query heads a KV head, at most 16.
     layout: backends.layout.Layout. kv: "bf16" or "fp8", the cache's rows.
 

@@ -64,7 +64,7 @@ def step_tree_kernel(y, states, qkv, decay, beta, streams, runs, visits, *, HK, 
     """A warp takes two value rows of a head, as in step_kernel, and walks its stream's visits. Spec attention §5.2, §5.5.
 
     y: bf16 [W, HV·128]; states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 11]; runs: int64 [S]; visits: int32 [W, 3]. Launch: grid (S, HV, 16), 128 threads.
+    streams: int64 [S, 13]; runs: int64 [S]; visits: int32 [W, 3]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
@@ -110,7 +110,7 @@ def save(saved, s, slot):
 def replay_kernel(states, qkv, decay, beta, streams, runs, paths, last, kept, *, HK, HV):
     """A warp takes two value rows of a head, as in step_kernel; no row has an output. Spec attention §5.2, §5.5.
 
-    states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV]; streams: int64 [S, 11]; runs: int64 [S];
+    states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV]; streams: int64 [S, 13]; runs: int64 [S];
     last, kept: int32 [S]; paths: int32 [W, 128]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y

@@ -17,7 +17,7 @@ streams):
     decay, beta  float32 [W, HV]
     y            bf16 [W, HV·128]
     rows         int32 [W]                       row -> stream
-    streams      int64 [S, 11]                   kernels_numba/streams.py; ROWS = 0: takes no part, keeps its run
+    streams      int64 [S, 13]                   kernels_numba/streams.py; ROWS = 0: takes no part, keeps its run
     paths        int32 [W, 128]                  of drafted windows: path entry -> window row, root first, the row last
     depths       int32 [W]                       entries of a row's path
     last, kept   int32 [S]                       the row of the launch whose path is accepted, and how much of it
@@ -180,7 +180,7 @@ def conv_kernel(qkv, mixed, histories, weight, rows, streams, runs, *, HK, HV):
     """A warp takes one row's head of 128 channels, a lane four channels. Spec attention §5.1.
 
     qkv: bf16 [W, C]; mixed: bf16 [W, columns]; histories: bf16 [2 · words]; weight: bf16 [C, 4]; rows: int32 [W];
-    streams: int64 [S, 11]; runs: int64 [S]. Launch: grid (W, heads / 4), 128 threads.
+    streams: int64 [S, 13]; runs: int64 [S]. Launch: grid (W, heads / 4), 128 threads.
     """
     row = cuda.blockIdx.x
     head = cuda.blockIdx.y * 4 + cuda.threadIdx.x // 32  # of [q heads | k heads | v heads]
@@ -198,7 +198,7 @@ def conv_path_kernel(qkv, mixed, histories, weight, rows, streams, runs, paths, 
     """As conv_kernel, with the taps of a row on its own path. Spec attention §5.1, §5.5.
 
     qkv: bf16 [W, C]; mixed: bf16 [W, columns]; histories: bf16 [2 · words]; weight: bf16 [C, 4]; rows, depths:
-    int32 [W]; streams: int64 [S, 11]; runs: int64 [S]; paths: int32 [W, 128]. Launch: grid (W, heads / 4), 128
+    int32 [W]; streams: int64 [S, 13]; runs: int64 [S]; paths: int32 [W, 128]. Launch: grid (W, heads / 4), 128
     threads.
     """
     row = cuda.blockIdx.x
@@ -291,7 +291,7 @@ def head_scale(squares, head, *, HK):
 def commit_conv_kernel(histories, mixed, streams, runs, *, C):
     """A thread takes two channels of a stream: it reads all three rows before it writes one.
 
-    histories: bf16 [2 · words]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; runs: int64 [S].
+    histories: bf16 [2 · words]; mixed: bf16 [W, columns]; streams: int64 [S, 13]; runs: int64 [S].
     Launch: grid (S, C / 256), 128 threads.
     """
     owner = cuda.blockIdx.x
@@ -306,7 +306,7 @@ def commit_conv_path_kernel(histories, mixed, streams, runs, paths, last, kept, 
     """As commit_conv_kernel, of the rows that were accepted: the first ``kept`` of the path of row ``last``. Spec
     attention §5.5.
 
-    histories: bf16 [2 · words]; mixed: bf16 [W, columns]; streams: int64 [S, 11]; runs: int64 [S]; paths: int32 [W, 128];
+    histories: bf16 [2 · words]; mixed: bf16 [W, columns]; streams: int64 [S, 13]; runs: int64 [S]; paths: int32 [W, 128];
     last, kept: int32 [S]. Launch: grid (S, C / 256), 128 threads.
     """
     owner = cuda.blockIdx.x
@@ -367,7 +367,7 @@ def step_kernel(y, states, qkv, decay, beta, streams, runs, *, HK, HV, COMMIT):
     """A warp takes two value rows of a head, lane l the key indices 4l .. 4l + 3 of both. Spec attention §5.2.
 
     y: bf16 [W, HV·128]; states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 11]; runs: int64 [S]. Launch: grid (S, HV, 16), 128 threads.
+    streams: int64 [S, 13]; runs: int64 [S]. Launch: grid (S, HV, 16), 128 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     lane = cuda.threadIdx.x % 32
@@ -472,7 +472,7 @@ def chain_kernel(y, states, qkv, decay, beta, streams, runs, *, HK, HV):
     """A block takes a head, two threads a value row: thread ``half`` the keys 8j + 4·half + 0 .. 3. Spec attention §5.3.
 
     y: bf16 [W, HV·128]; states: float32 [words]; qkv: bf16 [W, C]; decay, beta: float32 [W, HV];
-    streams: int64 [S, 11]; runs: int64 [S]. Launch: grid (S, HV), 256 threads.
+    streams: int64 [S, 13]; runs: int64 [S]. Launch: grid (S, HV), 256 threads.
     """
     owner, head = cuda.blockIdx.x, cuda.blockIdx.y
     value, half = cuda.threadIdx.x // 2, cuda.threadIdx.x % 2

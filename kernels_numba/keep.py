@@ -49,7 +49,7 @@ def keep(
 def keep_kernel(arena, exponents, pages, streams, paths, last, kept, k_record, v_record, *, HK, D, layout, kv):
     """A block stores the row that takes position COMMITTED + i: the stream's row paths[last, i] of the pass, i < kept.
 
-    arena: uint32 [words], written; exponents: the same memory as uint8. pages: int32 [entries]. streams: int64 [S, 11],
+    arena: uint32 [words], written; exponents: the same memory as uint8. pages: int32 [entries]. streams: int64 [S, 13],
     of the layer. paths: int32 [W, 128]. last: int32 [S], the row of the launch whose path is kept. kept: int32 [S], rows
     of the path, from its root; 0: nothing. k_record, v_record: bf16 [W, HK, D], the window record. Launch: grid (S, most
     kept), 128 threads.

@@ -413,7 +413,7 @@ def prompt_attention(out, q, arena, pages, streams, stream, heads, kv_heads, sca
     Launch: grid, threads and shared memory from ``launch_shape``; HPC = ``heads_per_block(heads // kv_heads)``.
 
     out, q: bf16 [R, H, D], the rows of all streams of the pass; FIRST .. FIRST + ROWS - 1 are written and read.
-    arena: uint32 [words], the cache. pages: int32 [entries], the page tables. streams: int64 [S, 11], of the layer, see
+    arena: uint32 [words], the cache. pages: int32 [entries], the page tables. streams: int64 [S, 13], of the layer, see
     streams.py. stream: this launch's row of ``streams``.
     heads, kv_heads: H and HK. scale: float32, the factor of a score.
     D: head_dim, 64, 128 or 256. HPC: 1, 2, 4 or 8. layout: a backends.layout.Layout. kv: "bf16" or "fp8".

@@ -110,7 +110,7 @@ def rope_store_kernel(
     threads.
 
     q: bf16 [W, H, D], written. qkv: bf16 [W, (2·H + 2·HK)·D]. arena: uint32 [words], written; exponents: the same memory
-    as uint8. pages: int32 [entries]. streams: int64 [S, 11], of the layer. rows: int32 [W], row -> stream. q_gain,
+    as uint8. pages: int32 [entries]. streams: int64 [S, 13], of the layer. rows: int32 [W], row -> stream. q_gain,
     k_gain: float32 [D], effective gains. cos_sin: float32 [positions, 2, ROPE/2], see rope_table. eps: float32. LANES:
     lanes between the elements of a rotary pair.
     """

@@ -77,7 +77,7 @@ def slices(rows: int, most: int = MOST_SCALAR_ROWS) -> Iterator[tuple[int, int]]
 def plan_scalar(
     streams: NDArray[np.int64], heads: int, kv_heads: int, D: int, own: str, most: int = MOST_SCALAR_ROWS
 ) -> ScalarPlan:
-    """Cut a launch. streams: int64 [S, 11] (kernels_numba/streams.py), on the host. own: one of OWN.
+    """Cut a launch. streams: int64 [S, 13] (kernels_numba/streams.py), on the host. own: one of OWN.
 
     Raises ValueError for heads or D that decode does not have, rows that are not each in one stream, or, where the record
     holds them, a window of more than 128 rows.

@@ -29,5 +29,9 @@ K_EXP_PLANE = 9
 """Of the exponents of its keys, int8 [HK, PTOK]; 0 where the cache is bf16."""
 V_EXP_PLANE = 10
 """Of the exponents of its values."""
-COLUMNS = 11
+INDEX_PLANE = 11
+"""Of the raw keys of its sparse indexer, bf16 [PTOK, row]; 0 where the layer has none."""
+POOLED_PLANE = 12
+"""Of the pooled keys of its blocks, bf16 [PTOK / block, row]: blocks never straddle pages."""
+COLUMNS = 13
 """Columns of the table."""

@@ -425,9 +425,9 @@ def test_red_a_wait_removed():
 def table(*sizes: tuple[int, int]) -> np.ndarray:
     """The stream table of (rows, committed) in order."""
     firsts = np.cumsum([0] + [rows for rows, _ in sizes])
-    return np.array([(firsts[n], r, c, 0, -1, c + r, *[0] * 5) for n, (r, c) in enumerate(sizes)], np.int64).reshape(
-        -1, COLUMNS
-    )
+    return np.array(
+        [(firsts[n], r, c, 0, -1, c + r, *[0] * (COLUMNS - 6)) for n, (r, c) in enumerate(sizes)], np.int64
+    ).reshape(-1, COLUMNS)
 
 
 @pytest.mark.parametrize(

@@ -449,7 +449,7 @@ def test_ptx_has_each_rounding_that_the_source_writes():
 def table(*sizes: tuple[int, int]) -> np.ndarray:
     """The stream table of (rows, committed) in order."""
     firsts = np.cumsum([0] + [rows for rows, _ in sizes])
-    rows = [(firsts[n], r, c, 0, -1, c + r, *[0] * 5) for n, (r, c) in enumerate(sizes)]
+    rows = [(firsts[n], r, c, 0, -1, c + r, *[0] * (COLUMNS - 6)) for n, (r, c) in enumerate(sizes)]
     return np.array(rows, np.int64).reshape(-1, COLUMNS)
 
 

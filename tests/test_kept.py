@@ -139,7 +139,7 @@ def held_bytes(made: Backend, stream: Stream) -> np.ndarray:
     held = np.zeros(made.arena.words.nbytes, bool)
     own, ptok = cells(made, stream, stream.committed, CPU), made.positions_of(stream)
     planes = np.array([made.shape.planes(layer, ptok, made.sizes.kv) for layer in made.shape.attention_layers])
-    for k, _, k_exp, _ in 4 * (planes - planes[0]):  # cells are the first layer's
+    for k, _, k_exp, *_ in 4 * (planes - planes[0]):  # cells are the first layer's
         held[own.rows + k] = True
         if own.exponents is not None:
             held[own.exponents + k_exp] = True

@@ -30,23 +30,32 @@ SLACK = 37
 
 @dataclass(frozen=True)
 class StreamRows:
-    """A stream to lay out. k, v: bf16 [N, HK, D], its positions 0 .. N - 1. first, rows, committed: as in the stream table."""
+    """A stream to lay out. k, v: bf16 [N, HK, D], its positions 0 .. N - 1. first, rows, committed: as in the stream table.
+    index: bf16 [N, DI], raw keys of a sparse indexer, and pooled: bf16 [whole blocks, DI], where the cache has one.
+    """
 
     k: NDArray
     v: NDArray
     first: int
     rows: int
     committed: int
+    index: NDArray | None = None
+    pooled: NDArray | None = None
 
 
 PLANES = {"k": columns.K_PLANE, "v": columns.V_PLANE}
 """Columns of the stream table by the plane's name."""
 EXPONENTS = {"k": columns.K_EXP_PLANE, "v": columns.V_EXP_PLANE}
+INDEXER = {"index": columns.INDEX_PLANE, "pooled": columns.POOLED_PLANE}
+BLOCK_POSITIONS = 4
+"""Positions whose raw index keys are pooled to one."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A laid out cache and what a kernel takes to address it. held: bool [4 · words], the bytes that hold rows."""
+    """A laid out cache and what a kernel takes to address it. index_dims: of a sparse indexer's keys, or 0. held: bool
+    [4 · words], the bytes that hold rows.
+    """
 
     layout: Layout
     kv: str
@@ -55,6 +64,7 @@ class Cache:
     streams: NDArray[np.int64]
     kv_heads: int
     dims: int
+    index_dims: int
     held: NDArray[np.bool_]
 
     @property
@@ -81,6 +91,16 @@ class Cache:
         if table >= 0:
             starts += self.pages[table + position // ptok].astype(np.int64) * int(row[columns.PAGE_WORDS])
         return starts, np.arange(self.kv_heads)[None, :] * ptok + position % ptok
+
+    def indexer_rows(self, stream: int, plane: str, first: int, last: int) -> NDArray[np.int64]:
+        """[last - first, 1, index_dims / 2]: arena words of rows first .. last - 1; plane: "index", by position, or "pooled", by
+        block.
+        """
+        row, a_row, number = self.streams[stream], BLOCK_POSITIONS if plane == "pooled" else 1, np.arange(first, last)
+        starts, _ = self.places(stream, first * a_row, last * a_row)
+        slot = number % (int(row[columns.PTOK]) // a_row) if row[columns.TABLE] >= 0 else number
+        at = starts[::a_row, 0] + int(row[INDEXER[plane]]) + slot * (self.index_dims // 2)
+        return at[:, None, None] + np.arange(self.index_dims // 2)
 
     def word(self, stream: int, plane: str, position: int, kv_head: int, word: int) -> int:
         """The arena word of a row's word."""
@@ -116,19 +136,20 @@ class Form:
     """A page (or window) of ``ptok`` positions of one layer: word offsets of its planes, and its words, with poison between."""
 
     ptok: int
-    planes: tuple[int, int, int, int]
+    planes: tuple[int, ...]
     words: int
 
 
-def form_of(ptok: int, kv_heads: int, dims: int, kv: str) -> Form:
+def form_of(ptok: int, kv_heads: int, dims: int, kv: str, index_dims: int = 0) -> Form:
     """A page that starts, ends and changes planes with poison."""
     rows = kv_heads * ptok
     sizes = [rows * row_words(dims, kv)] * 2 + [-(-rows // 16) * 4 if kv == "fp8" else 0] * 2
+    sizes += [count * index_dims // 2 for count in (ptok, ptok // BLOCK_POSITIONS)]
     planes, at = [], LEADING_WORDS
     for size in sizes:
         planes.append(at if size else 0)
         at += size + LEADING_WORDS if size else 0
-    return Form(ptok, (planes[0], planes[1], planes[2], planes[3]), -(-at // 4) * 4)
+    return Form(ptok, tuple(planes), -(-at // 4) * 4)
 
 
 def build_cache(
@@ -148,9 +169,10 @@ def build_cache(
     """
     rng = np.random.default_rng(0)
     _, kv_heads, dims = streams[0].k.shape
+    index_dims = 0 if streams[0].index is None else streams[0].index.shape[-1]
     capacity = max(len(s.k) for s in streams) + SLACK
     windows = [layout.name == "window" or (layout.name == "mixed" and has_window(n)) for n in range(len(streams))]
-    page, window = (form_of(n, kv_heads, dims, kv) for n in (layout.page or ptok or 1, capacity))
+    page, window = (form_of(n, kv_heads, dims, kv, index_dims) for n in (layout.page or ptok or 1, capacity))
     needed = [0 if own else max(1, -(-len(s.k) // page.ptok)) for s, own in zip(streams, windows, strict=True)]
     last = first_page + sum(needed) + SPARE_PAGES
     ids = first_page + rng.permutation(last - first_page)
@@ -166,7 +188,8 @@ def build_cache(
         place = (base, table, form.ptok, form.words, *form.planes)
         rows.append((stream.first, stream.rows, stream.committed, *place))
     held = np.zeros(4 * len(arena), np.bool_)
-    laid = Cache(layout, kv, arena, np.array(tables, np.int32), np.array(rows, np.int64), kv_heads, dims, held)
+    table_and_rows = np.array(tables, np.int32), np.array(rows, np.int64)
+    laid = Cache(layout, kv, arena, *table_and_rows, kv_heads, dims, index_dims, held)
     for number, stream in enumerate(streams):
         fill(laid, number, stream)
     poison_unheld(arena, held, poison)
@@ -191,3 +214,7 @@ def fill(laid: Cache, number: int, stream: StreamRows) -> None:
             laid.arena[words] = np.ascontiguousarray(codes).view(np.uint32)
             at = laid.exponents(number, plane, 0, len(data))
             memory[at], laid.held[at] = exponents.view(np.uint8), True
+    for plane, keys in (("index", stream.index), ("pooled", stream.pooled)):
+        if keys is not None:
+            words = laid.indexer_rows(number, plane, 0, len(keys))
+            laid.arena[words], held_words[words] = words_of(keys)[:, None], True

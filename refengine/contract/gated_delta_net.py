@@ -89,7 +89,7 @@ class StreamsCase:
         return owned
 
     def table(self) -> Array:
-        """The stream table: int64 [S, 11]."""
+        """The stream table: int64 [S, 13]."""
         streams = np.full((len(self.rows), COLUMNS), UNUSED, np.int64)
         streams[:, FIRST], streams[:, ROWS_COLUMN] = self.firsts, self.rows
         return streams

@@ -13,14 +13,15 @@ import numpy as np
 
 from kernels_numba import streams as columns
 from refengine.contract.attention import AttentionCase
-from refengine.contract.caches import PLANES, Cache
+from refengine.contract.caches import INDEXER, PLANES, Cache
 from refengine.contract.entry import Outputs
 from refengine.contract.workbench import BF16, Array, Poison, Workbench
 from refengine.verify import fp8_oracle
 
 Places = dict[str, Array]
 """Arena bytes of K and V rows, int64 [rows, HK, row bytes], by "k" and "v"; of an fp8 cache their exponents, int64 [rows,
-HK], by "k_exp" and "v_exp"."""
+HK], by "k_exp" and "v_exp"; of a sparse indexer raw keys, int64 [rows, 1, row bytes], by "index", or pooled ones, by
+"pooled"."""
 
 
 def places(laid: Cache, counts: Sequence[int]) -> Places:
@@ -37,7 +38,13 @@ def places(laid: Cache, counts: Sequence[int]) -> Places:
         own |= {
             f"{name}_exp": np.concatenate([laid.exponents(n, name, *span) for n, *span in spans]) for name in PLANES
         }
-    return own
+    return own | (indexer_places(laid, "index", spans) if laid.index_dims else {})
+
+
+def indexer_places(laid: Cache, plane: str, spans: Sequence[tuple[int, int, int]]) -> Places:
+    """Where rows of a plane of the indexer lie. spans: (stream, first row, the one past the last), in order."""
+    words = np.concatenate([laid.indexer_rows(n, plane, *span) for n, *span in spans])
+    return {plane: (4 * words[..., None] + np.arange(4)).reshape(*words.shape[:2], 4 * words.shape[2])}
 
 
 def empty(laid: Cache, own: Places, poison: Poison) -> None:
@@ -61,7 +68,7 @@ def on_bench(laid: Cache, own: Places, bench: Workbench) -> list[Any]:
 
 
 def gathered(outputs: Outputs, own: Places) -> Outputs:
-    """Outputs with K and V rows, bf16 [rows, HK, D], and exponents for the arena."""
+    """Outputs with K and V rows, bf16 [rows, HK, D], exponents, and rows of an indexer, bf16 [rows, 1, DI], for the arena."""
     arena = outputs["arena"].view(np.uint8)
     rest = {name: array for name, array in outputs.items() if name != "arena"}
     found = {name: np.ascontiguousarray(arena[at]) for name, at in own.items()}
@@ -69,7 +76,8 @@ def gathered(outputs: Outputs, own: Places) -> Outputs:
         return {**rest, **{name: rows.view(BF16) for name, rows in found.items()}}
     exponents = {f"{name}_exp": found[f"{name}_exp"].view(np.int8) for name in PLANES}
     rows = {name: fp8_oracle.widened(found[name], exponents[f"{name}_exp"]) for name in PLANES}
-    return {**rest, **rows, **exponents}
+    indexer = {name: rows.view(BF16) for name, rows in found.items() if name in INDEXER}
+    return {**rest, **rows, **exponents, **indexer}
 
 
 def through_fp8(rows: Outputs) -> Outputs:

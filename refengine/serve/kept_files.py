@@ -183,7 +183,8 @@ def understood(about: dict[str, str], tensors: dict[str, np.ndarray]) -> tuple[l
     """(token ids, kept state). Raises ValueError or KeyError for what no state has; its shape is the backend's to check."""
     kv, positions, prompted, ids = about["kv"], int(about["positions"]), int(about["prompted"]), tensors.pop("ids")
     rows, states, histories = (tensors.pop(name) for name in ("rows", "states", "histories"))
-    kept = Kept(positions, prompted, kv, rows, tensors.pop("exponents", None), states, histories)
+    exponents, index, pooled = (tensors.pop(name, None) for name in ("exponents", "index", "pooled"))
+    kept = Kept(positions, prompted, kv, rows, exponents, states, histories, index, pooled)
     if not 0 <= prompted <= positions:
         raise ValueError(f"{positions} positions, {prompted} of them prompt")
     if kv not in KV_TYPES or ids.shape != (positions,) or tensors:

@@ -131,6 +131,20 @@ def rotated_heads(x: Array, gain: Array, cos_sin: Array, eps: float) -> Pair:
     return np.concatenate([value, normed[..., rest:]], axis=-1), np.concatenate([bound, error[..., rest:]], axis=-1)
 
 
+def index_scores(query: Array, keys: Array) -> Pair:
+    """Sum over heads of max(q · P, 0), divided by the root of the dims. query: [W, IH, DI], keys: [blocks, DI] -> [W, blocks].
+
+    A product passes 7 roundings in its lane and the exchanges of DI/8 lanes, then one for each head after the first; the
+    division and its root round once each. max moves no error further.
+    """
+    query, keys = wide(query, keys)
+    heads, dims = query.shape[1:]
+    dots, sizes = np.einsum("whd,bd->whb", query, keys), np.einsum("whd,bd->whb", np.abs(query), np.abs(keys))
+    value = np.maximum(dots, 0).sum(axis=1) / np.sqrt(dims)
+    error = (7 + np.log2(dims // 8)) * U * sizes.sum(axis=1) / np.sqrt(dims)
+    return within(value, error + (heads - 1 + 2) * U * value)
+
+
 def swiglu(gate_up: Array) -> Pair:
     """gate_up: [rows, 2·F] -> [rows, F]. The sigmoid's error and two products."""
     gate, up = np.split(wide(gate_up)[0], 2, axis=1)
