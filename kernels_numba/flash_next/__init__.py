@@ -1,0 +1,1 @@
+"""Kernels of Flash Next. Spec flash-next."""
