@@ -127,7 +127,7 @@ def scores_of_kind(kind: int, seed: tuple[int, ...], complete: int, budget: int)
     kinds: tuple[Callable[[], Array], ...] = (
         lambda: np.maximum(scores, 0),
         lambda: np.zeros(complete, np.float32),
-        # Ties across the cut, more blocks above it than one strip's warps.
+        # Ties across the cut.
         lambda: np.round(np.maximum(scores, 0)),
         lambda: scores,
         # Ascending, descending: neighbours one step apart.
