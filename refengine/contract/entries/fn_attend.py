@@ -161,19 +161,28 @@ class AttendListed(AttentionEntry):
 # --- Inputs -----------------------------------------------------------------------------------------------------------
 
 
-def lists_of(case: SparseCase, seed: int) -> list[Array]:
-    """The keys of each row of the launch."""
+def ends_of(case: SparseCase) -> list[tuple[int, int]]:
+    """(number of its stream's data, keys at or before its position) of each row of the launch."""
     return [
-        list_at(seed, case.number + n, committed + row + 1, case.budget)
+        (case.number + n, committed + row + 1)
         for n, (rows, committed) in enumerate(case.streams)
         for row in range(rows)
     ]
 
 
+def lists_of(case: SparseCase, seed: int) -> list[Array]:
+    """The keys of each row of the launch."""
+    return [list_at(seed, stream, end, case.budget) for stream, end in ends_of(case)]
+
+
 @lru_cache(4096)
 def list_at(seed: int, stream: int, end: int, budget: int) -> Array:
-    """The list of a stream's row that has ``end`` keys: its blocks are drawn, many of one score."""
+    """The list of a stream's row that has ``end`` keys. Scores are drawn, many of them alike; the last complete block of every
+    second row is its worst.
+    """
     scores = np.round(np.maximum(drawn((seed, stream, end), end // BLOCK), 0) * 4)
+    if end % 2 == 0:
+        scores[-1:] = -1
     return listed_keys(scores, end, budget)
 
 
@@ -182,8 +191,8 @@ def table_of_lists(case: SparseCase, poison: Poison, seed: int) -> Array:
     lists = lists_of(case, seed)
     width = list_width(case.budget)
     table = poison.filled(4 * len(lists) * width).view(np.int32).reshape(len(lists), width)
-    for own, keys in zip(table, lists, strict=True):
-        if len(keys) and keys[-1] // BLOCK + (keys[-1] % BLOCK == BLOCK - 1) > case.budget:
+    for own, keys, (_, end) in zip(table, lists, ends_of(case), strict=True):
+        if end // BLOCK > case.budget:
             own[: len(keys)] = keys
     return table
 
