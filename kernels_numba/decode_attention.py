@@ -363,14 +363,21 @@ def start_chunk(state, o, *, D):
 
 @device
 def score_tile(s, maxes, memory, queries, warp, lane, visible, scale, *, D, kv):
-    """s = scaled, masked scores of the staged K tile; maxes[16 · warp + row] = each row's largest in this warp's
-    columns.
+    """score_keys of the staged K tile, in its only place."""
+    k_tile = int64(wide_at(D) if kv == "fp8" else 0)
+    score_keys(s, maxes, memory, k_tile, queries, warp, lane, visible, scale, D=D)
+
+
+@device
+def score_keys(s, maxes, memory, k_tile, queries, warp, lane, visible, scale, *, D):
+    """s = scaled, masked scores of the tile of keys at word k_tile; maxes[16 · warp + row] = each row's largest in this
+    warp's columns.
 
     One chain a score, dims ascending in steps of 16, from zero. s[4b + c]: columns 32b + 8w + 2q + c of row g for c <
     2, c - 2 of row g + 8 else. visible: how many keys from the lane's first column on are visible.
     """
     swizzle = lane & 7
-    k_row = (wide_at(D) if kv == "fp8" else 0) + (8 * warp + 32 * (lane // 16) + swizzle) * (D // 2)
+    k_row = k_tile + (8 * warp + 32 * (lane // 16) + swizzle) * (D // 2)
     k_piece = 4 * (lane // 8 % 2 ^ swizzle)
     for i in range(8):
         s[i] = float32(0.0)

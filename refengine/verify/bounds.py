@@ -74,6 +74,12 @@ def scalar_fold(keys: int, D: int) -> FoldShape:
     return FoldShape(D * U, 0.0, 64 * U, tree.rescalings, 7 + 2 * tree.rescalings)
 
 
+def sparse_fold(keys: int, D: int) -> FoldShape:
+    """fn_attn_chunks and fn_attn_merge over lists of ``keys`` keys: tiles as decode's, 8 a chunk, then the chunks in order."""
+    folds = 8 + -(-keys // 512)
+    return FoldShape(D // 16 * MMA_STEP, BF16, 4 * 8 * MMA_STEP, folds, 7 + 2 * folds)
+
+
 def attention(exact: Attended, shape: FoldShape) -> Float64:
     """The largest error of each output element [W, H, D].
 
@@ -102,6 +108,11 @@ def decode_attention(exact: Attended, D: int) -> Float64:
 def scalar_attention(exact: Attended, D: int) -> Float64:
     """Bound of decode_scalar and decode_merge together."""
     return attention(exact, scalar_fold(exact.keys, D))
+
+
+def sparse_attention(exact: Attended, D: int) -> Float64:
+    """Bound of fn_attn_chunks and fn_attn_merge together."""
+    return attention(exact, sparse_fold(exact.keys, D))
 
 
 def worst_fraction(found: NDArray, exact: Float64, bound: Float64) -> float:

@@ -159,6 +159,13 @@ def attention_gate(o: Array, gate: Array) -> Pair:
     return rounded(value, (sigmoid_error(gate) + U) * np.abs(value))
 
 
+def divided_gate(o: Array, gate: Array) -> Pair:
+    """fn_attn_gate, elementwise. The sigmoid's error, whose division divides o."""
+    o, gate = wide(o, gate)
+    value = o * sigmoid(gate)
+    return rounded(value, sigmoid_error(gate) * np.abs(value))
+
+
 # --- Gated DeltaNet ------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -102,14 +103,19 @@ class AttentionGate(ByRow):
         return {"o": drawn_bf16((seed, *shape, 1), case.rows, case.heads * case.D), "qkv": qkv}
 
     def launch(self, case: GateCase, inputs: Inputs, bench: Workbench, modules: Modules) -> None:
-        if case.in_place:
-            out = o = bench.changed("out", inputs["o"], np.ones(inputs["o"].shape, bool))
-        else:
-            out, o = bench.output("out", inputs["o"].shape, BF16), bench.input("o", inputs["o"])
+        out, o = gate_buffers(case, inputs, bench)
         modules[ACTIVATIONS].attention_gate(out, o, bench.input("qkv", inputs["qkv"]), case.D)
 
     def exact(self, case: GateCase, inputs: Inputs) -> Bounds:
         return {"out": oracles.attention_gate(inputs["o"], gates_of(inputs["qkv"], case).reshape(case.rows, -1))}
+
+
+def gate_buffers(case: GateCase, inputs: Inputs, bench: Workbench) -> tuple[Any, Any]:
+    """(out, o), which are one where the case says so."""
+    if case.in_place:
+        both = bench.changed("out", inputs["o"], np.ones(inputs["o"].shape, bool))
+        return both, both
+    return bench.output("out", inputs["o"].shape, BF16), bench.input("o", inputs["o"])
 
 
 def gates_of(qkv: Array, case: GateCase) -> Array:
