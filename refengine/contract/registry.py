@@ -33,7 +33,7 @@ def entry_named(name: str) -> Entry:
 def product_kernels() -> dict[str, str]:
     """Every kernel of kernels_numba, and the module that defines it."""
     found = {}
-    for info in pkgutil.iter_modules(kernels_numba.__path__, "kernels_numba."):
+    for info in pkgutil.walk_packages(kernels_numba.__path__, "kernels_numba."):
         for name, value in vars(importlib.import_module(info.name)).items():
             if isinstance(value, Kernel) and value.fn.__module__ == info.name:
                 found[name] = info.name
