@@ -13,6 +13,7 @@ from refengine.device import open_device
 UNLAUNCHED = [
     "route", "group", "expert_matmul", "combine",
     "spread_streams", "norm_streams", "readout_gates", "mix_streams", "write_back",
+    "ngram_rows", "commit_tokens", "ngram_gate", "ngram_conv", "commit_tails",
 ]  # fmt: skip
 
 

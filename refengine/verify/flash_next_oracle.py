@@ -59,3 +59,53 @@ def write_back(h: Array, branch: Array, inject: Array) -> Pair:
     value = of_streams(h, inject.shape[1]) + term
     value, bound = rounded(value, error + U * np.abs(value))
     return value.reshape(h.shape), bound.reshape(h.shape)
+
+
+# --- The n-gram branch ------------------------------------------------------------------------------------------------
+
+
+def signed_root(d: Array) -> Array:
+    """±sqrt(|d|) by the sign of d, |d| at least 1e-6; 0 of 0. It never falls."""
+    return np.sign(d) * np.sqrt(np.maximum(np.abs(d), 1e-6))
+
+
+def ngram_gate(keys: Array, values: Array, h: Array, gains: tuple[Array, Array], eps: float) -> Pair:
+    """keys, h: [W, S·D]; values: [W, D]; gains: of keys and h.
+
+    A product of two norms rounds to float32 and bf16 and passes 8 additions in its lane, 5 exchanges and one for each part of
+    256; the root's error is what its argument's makes of it, for it never falls.
+    """
+    (values,) = wide(values)
+    streams = h.shape[1] // values.shape[1]
+    (k, k_error), (q, q_error) = (
+        tuple(of_streams(a, streams) for a in norm_streams(x, gain, streams, eps))
+        for x, gain in zip((keys, h), gains, strict=True)
+    )
+    product = k * q
+    error = k_error * np.abs(q) + q_error * (np.abs(k) + k_error)
+    product, error = rounded(product, error + U * np.abs(product))
+    additions = 8 + 5 + -(-values.shape[1] // 256)
+    root = np.sqrt(values.shape[1])
+    d = product.sum(-1) / root
+    d, error = rounded(d, (error.sum(-1) + additions * U * np.abs(product).sum(-1)) / root + 2 * U * np.abs(d))
+    g = signed_root(d)
+    error = np.maximum(signed_root(d + error) - g, g - signed_root(d - error))
+    g, error = rounded(g, error + U * np.abs(g))
+    gate, error = rounded(sigmoid(g), error / 4 + sigmoid_error(g) * sigmoid(g))
+    value = gate[..., None] * values[:, None]
+    value, bound = rounded(value, error[..., None] * np.abs(values[:, None]) + U * np.abs(value))
+    return value.reshape(h.shape), bound.reshape(h.shape)
+
+
+def ngram_conv(h: Array, gated: Array, taps: Array, weight: Array) -> Pair:
+    """h, gated: [W, C]; taps: [W, C, 4], a channel's inputs, the oldest first; weight: [C, 4].
+
+    The products are exact, a product passes three additions, the sum rounds to bf16; silu's slope is at most 1.1; then two sums,
+    each rounded to float32 and bf16.
+    """
+    h, gated, taps, weight = wide(h, gated, taps, weight)
+    total, error = rounded((taps * weight).sum(-1), 3 * U * (np.abs(taps) * np.abs(weight)).sum(-1))
+    act = total * sigmoid(total)
+    act, error = rounded(act, 1.1 * error + (sigmoid_error(total) + U) * np.abs(act))
+    added, error = rounded(gated + act, error + U * np.abs(gated + act))
+    return rounded(h + added, error + U * np.abs(h + added))

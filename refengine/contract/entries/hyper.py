@@ -43,7 +43,7 @@ class HyperCase:
 class OverStreams(ByRow):
     """What the kernels share: their modules, their cases."""
 
-    modules = (HYPER, NORMS, ROUNDING)
+    modules: ClassVar[tuple[str, ...]] = (HYPER, NORMS, ROUNDING)
     axes: ClassVar[dict[str, tuple[str, ...]]] = {"out": ("row", "element"), "h": ("row", "element")}
 
     def cases(self, full: bool) -> Sequence[HyperCase]:
