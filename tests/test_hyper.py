@@ -9,6 +9,7 @@ from buffers import Output, assert_same_bits, normal
 from kernels_numba.flash_next import hyper
 from kernels_numba.machine import KernelError
 from kernels_numba.matmul import matmul
+from refengine.contract.registry import product_kernels
 
 S, D, RANK, EPS = 4, 320, 32, 1e-6
 RNG = np.random.default_rng(2)
@@ -73,6 +74,10 @@ def test_a_row_has_the_same_bits_alone() -> None:
     alone, own_inject = readout(streams()[7:8])
     assert_same_bits(alone[0], whole[7])
     assert_same_bits(own_inject[0], inject[7])
+
+
+def test_kernels_of_a_package_inside_count_for_the_contract() -> None:
+    assert product_kernels()["write_back_kernel"] == "kernels_numba.flash_next.hyper"
 
 
 BAD = [

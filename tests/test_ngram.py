@@ -27,6 +27,7 @@ LENGTH = 31
 def test_the_hash_of_flash_next_is_the_published_one() -> None:
     found = ngram_hash(248_320, 3, 8, 20_000_000, 128, 1234)
     assert found.rows == 320_001_536 and len(found.sizes) == 16 and found.sizes[0] == 20_000_003
+    assert found.multipliers == (23_703_573_157_769, 20_109_073_645_365, 8_052_911_324_071)
     assert all(m % 2 for m in found.multipliers) and max(found.multipliers) * 248_319 < 2**63
     assert found.offsets == tuple(np.cumsum([0, *found.sizes])[:-1])
 
