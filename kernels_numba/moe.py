@@ -1,6 +1,6 @@
 """Mixture of experts: each row picks K of E experts, is multiplied by their matrices, and adds up what they give.
 
-Spec numerics §4 "router". A *slot* is one pick of one row: slot row·K + k is the row's k-th pick, the largest logit first.
+Spec flash-next §2. A *slot* is one pick of one row: slot row·K + k is the row's k-th pick, the largest logit first.
 A layer is
 
     logits = x · routerᵀ                     ``matmul``, float32 [rows, E + 1]; the last column is the shared expert's gate
@@ -125,7 +125,7 @@ def combine(out: Any, y: Any, shared: Any, weights: Any, stream: Any = None) -> 
 
 @kernel
 def route_kernel(experts, weights, logits, *, E, K):
-    """A warp takes a row. Spec numerics §4 "router".
+    """A warp takes a row. Spec flash-next §2.
 
     experts: int32 [rows, K]; weights: float32 [rows, K + 1]; logits: float32 [rows, E + 1]. Launch: grid rows, 32
     threads.
@@ -306,7 +306,7 @@ def store_slots(out, order, first, count, part, feature, lane, left, right):
 
 @kernel
 def combine_kernel(out, y, shared, weights, *, K):
-    """A thread takes a pair of a row's elements. Spec numerics §4 "router".
+    """A thread takes a pair of a row's elements. Spec flash-next §2.
 
     out, shared: bf16 [rows, D]; y: bf16 [rows·K, D]; weights: float32 [rows, K + 1]. Launch: grid rows·D / 256, 128
     threads.

@@ -1,1 +1,1 @@
-"""Kernels that Qwen3.8 Flash Next (qwen4_exp) alone needs. Spec flash-next."""
+"""Kernels of Flash Next. Spec flash-next."""

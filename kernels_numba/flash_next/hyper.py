@@ -1,7 +1,7 @@
 """Gated hyper-connections: the residual is S streams, which a block reads mixed into one and writes back to all.
 
-Flash Next has no other residual and no other norm around its blocks. A row of streams is bf16 [S·D], stream after stream. A
-block with branch ``f`` (attention, DeltaNet or MoE) is
+Spec flash-next §1. Flash Next has no other residual and no other norm around its blocks. A row of streams is bf16 [S·D],
+stream after stream. A block with branch ``f`` (attention, DeltaNet or MoE) is
 
     normed = norm_streams(h)                            each stream by itself, its own gains
     low = normed · [down; inject]ᵀ                      ``matmul``

@@ -1,6 +1,7 @@
 """The n-gram branch: rows of a large table, chosen by a hash of the last tokens, gated and convolved into the streams.
 
-One early layer of Flash Next adds it to its residual streams (hyper.py: S of them, C = S·D channels) before it reads them:
+Spec flash-next §3. One early layer of Flash Next adds it to its residual streams (hyper.py: S of them, C = S·D channels)
+before it reads them:
 
     rows = ngram_rows(ids)                          16 heads: 8 of pairs, then 8 of triples of tokens
     e = embed(table, rows)                          a row of the launch is its heads' rows of the table, side by side
@@ -125,7 +126,7 @@ def commit_tails(tails: Any, normed: Any, streams: Any, runs: Any, stream: Any =
 
 @kernel
 def ngram_rows_kernel(out, ids, tokens, multipliers, sizes, offsets, rows, streams, runs, end):
-    """A thread takes a row's head. Spec flash-next.
+    """A thread takes a row's head. Spec flash-next §3.
 
     out: int32 [W, heads]; ids: int32 [W]; tokens: int32 [words]; multipliers: uint64 [3]; sizes, offsets: uint64 [heads];
     rows: int32 [W]; streams: int64 [S, columns]; runs: int64 [S]; end: int32. Launch: grid W·heads / 128, 128 threads.
@@ -180,7 +181,7 @@ def commit_tokens_kernel(tokens, ids, streams, runs):
 
 @kernel
 def ngram_gate_kernel(out, keys, values, h, key_gain, query_gain, eps, *, WORDS, PARTS):
-    """A block takes a row's stream; sums are made of parts as in hyper.py. Spec flash-next.
+    """A block takes a row's stream; sums are made of parts as in hyper.py. Spec flash-next §3.
 
     out, keys, h: bf16 [W, S·D]; values: bf16 [W, D]; key_gain, query_gain: float32 [S·D]; eps: float32. Launch: grid (W, S),
     128 threads.
@@ -243,7 +244,7 @@ def times(pair, factor):
 
 @kernel
 def ngram_conv_kernel(h, gated, normed, tails, weight, rows, streams, runs):
-    """A thread takes a pair of a row's channels. Spec flash-next.
+    """A thread takes a pair of a row's channels. Spec flash-next §3.
 
     h, gated, normed: bf16 [W, C]; tails: bf16 [2 · words]; weight: bf16 [C, 4]; rows: int32 [W]; streams: int64 [S, columns];
     runs: int64 [S]. Launch: grid W·C / 256, 128 threads.
