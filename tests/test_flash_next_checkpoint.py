@@ -29,7 +29,7 @@ def made(request, tmp_path_factory):
 
 
 @pytest.fixture
-def flash(tmp_path_factory, tmp_path):
+def flash(tmp_path):
     """A checkpoint of the tiny Flash Next that a test may damage."""
     return make_checkpoint(FLASH, tmp_path / FLASH.name)
 
@@ -102,7 +102,7 @@ def test_a_config_that_disagrees_is_refused_by_key(flash, changes, says):
     assert refusal(flash) == says
 
 
-def test_a_checkpoint_of_another_family_is_refused(flash, tmp_path):
+def test_a_checkpoint_of_another_family_is_refused(flash):
     assert refusal(flash, MOE) == "config.json: model_type: family qwen4_exp where moe-tiny has qwen3_5_moe"
 
 
