@@ -272,7 +272,10 @@ def test_a_tensor_of_no_such_name_is_refused(pristine):
         ({"hidden_size": None}, "config.json: hidden_size: missing key"),
         ({"tie_word_embeddings": True}, "config.json: tie_word_embeddings: true where small has false"),
         ({"rms_norm_eps": 1e-5}, "config.json: rms_norm_eps: 1e-05 where small has 1e-06"),
-        ({"model_type": "llama"}, 'config.json: model_type: "llama" is unknown; known: qwen3_5_text'),
+        (
+            {"model_type": "llama"},
+            'config.json: model_type: "llama" is unknown; known: qwen3_5_text, qwen3_5_moe_text, qwen4_exp_text',
+        ),
         ({"hidden_act": "gelu"}, "config.json: hidden_act: must be 'silu', not 'gelu'"),
         ({"attention_bias": True}, "config.json: attention_bias: must be False, not True"),
         ({"attn_logit_softcapping": 50.0}, "config.json: attn_logit_softcapping: must be None, not 50.0"),

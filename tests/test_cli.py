@@ -55,6 +55,8 @@ REFUSED = [
     (("compare", "--tokens", "x"), "--tokens"),
     (("compare", "--json"), "--json"),
     (("compare", "qwen3.5-tny"), "qwen3.5-tiny"),
+    (("compare", "flash-next-tiny"), "flash-next-tiny: the engine cannot run family qwen4_exp yet"),
+    (("inspect", "matmul_kernel", "--model", "qwen3.6-35b-a3b"), "cannot run family qwen3_5_moe yet"),
     (("compare", "."), "config.json"),
     (("compare", "--backends", "pagd"), "did you mean paged"),
     (("compare", "--backends", ","), "--backends"),

@@ -8,6 +8,7 @@ import pytest
 
 from refengine.errors import UserError
 from refengine.model import check_dims
+from refengine.model.dims import FAMILIES, refusals
 from refengine.registry import available, load_model
 
 TINY = load_model("qwen3.5-tiny")
@@ -20,7 +21,19 @@ def changed(part: str, **numbers):
 
 @pytest.mark.parametrize("name", available())
 def test_every_layout_of_the_registry_has_its_kernels(name):
-    check_dims(load_model(name))
+    assert [(key, refusal) for key, refusal in refusals(load_model(name)) if refusal] == []
+
+
+@pytest.mark.parametrize("name", available())
+def test_a_family_without_a_forward_pass_is_refused_in_one_line(name):
+    spec = load_model(name)
+    if spec.family in FAMILIES:
+        check_dims(spec)
+    else:
+        with pytest.raises(
+            UserError, match=f"^{name}: the engine cannot run family {spec.family} yet; qwen3_5 models run$"
+        ):
+            check_dims(spec)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +52,19 @@ def test_every_layout_of_the_registry_has_its_kernels(name):
 def test_what_no_kernel_has_is_refused_by_key(part, numbers, says):
     with pytest.raises(UserError, match=f"qwen3.5-tiny: {says}"):
         check_dims(changed(part, **numbers))
+
+
+@pytest.mark.parametrize(
+    ("part", "numbers", "key", "says"),
+    [
+        ("experts", {"width": 72}, "experts.width", "the kernels have multiples of 16, not 72"),
+        ("hyper", {"rank": 40}, "hyper.rank", "the kernels have multiples of 16, not 40"),
+        ("ngrams", {"size": 4}, "ngrams.size", "the kernels have 3, not 4"),
+        ("ngrams", {"conv_width": 3}, "ngrams.conv_width", "the kernels have 4, not 3"),
+        ("ngrams", {"width": 120}, "ngrams.width", "the kernels have multiples of 16, not 120"),
+    ],
+)
+def test_parts_that_no_kernel_has_are_refused_by_key(part, numbers, key, says):
+    spec = load_model("flash-next-tiny")
+    bad = replace(spec, **{part: replace(getattr(spec, part), **numbers)})
+    assert [(k, refusal) for k, refusal in refusals(bad) if refusal] == [(key, says)]

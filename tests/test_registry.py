@@ -97,14 +97,19 @@ def test_tensor_shapes_of_the_tiny_model():
     assert ("q_proj", 0) not in shapes and ("conv", 3) not in shapes
 
 
+HEADS = {"qwen3_5": (4, 11), "qwen3_5_moe": (4, 15), "qwen4_exp": (7, 24)}
+"""Tensors of a family's MTP head: of its own, of its layer."""
+
+
 @pytest.mark.parametrize("name", available())
 def test_every_shipped_layout_has_an_mtp_head_of_one_layer(name):
     spec = load_model(name)
     shapes = {tensor.name: tensor.shape for tensor in spec.mtp_tensors()}
-    assert spec.mtp_layers == (spec.layers,) and len(shapes) == 15
-    assert shapes["mtp.fc.weight"] == (spec.hidden, 2 * spec.hidden)
+    assert spec.mtp_layers == (spec.layers,) and len(shapes) == sum(HEADS[spec.family])
+    if spec.family != "qwen4_exp":
+        assert shapes["mtp.fc.weight"] == (spec.hidden, 2 * spec.hidden)
     own = {t.name.replace("model.layers.3.", "mtp.layers.0."): t.shape for t in spec.tensors() if t.layer == 3}
-    assert own.items() <= shapes.items() and len(own) == 11
+    assert own.items() <= shapes.items() and len(own) == HEADS[spec.family][1]
 
 
 def test_the_head_adds_nothing_to_the_model_s_own_figures(tmp_path):
@@ -127,10 +132,14 @@ def test_tensor_names_are_unique(name):
     assert len(set(names)) == len(names)
 
 
-def test_only_the_delta_net_output_norm_is_not_centred():
-    family = load_family("qwen3_5")
-    templates = family.model | family.layer | family.full_attention | family.linear_attention | family.mtp
+@pytest.mark.parametrize("name", family_names())
+def test_only_the_delta_net_output_norm_is_not_centred(name):
+    family = load_family(name)
+    groups = (family.model, family.layer, family.full_attention, family.linear_attention, family.ngrams, family.mtp)
+    templates = {role: template for group in groups for role, template in group.items()}
     assert {role for role, template in templates.items() if template.gain == "plain"} == {"norm"}
+    norms = {role for role, template in templates.items() if "norm" in template.name.rpartition("weight")[0]}
+    assert {role for role in norms if templates[role].gain is None} == set(), "a norm that says nothing of its gain"
 
 
 def test_special_tokens_follow_the_bytes():
@@ -164,7 +173,11 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         ("norm_eps: 1e-6", 'norm_eps: "1e-6"', 'norm_eps: must be a number, not the text "1e-6"'),
         ("norm_eps: 1e-6", "norm_eps: 1e999", "norm_eps: must be a finite number, not inf"),
         ("norm_eps: 1e-6", "norm_eps: .nan", 'norm_eps: must be a number, not the text ".nan"'),
-        ("family: qwen3_5", "family: ../qwen3_5", 'family: "../qwen3_5" is unknown; known: qwen3_5'),
+        (
+            "family: qwen3_5",
+            "family: ../qwen3_5",
+            'family: "../qwen3_5" is unknown; known: qwen3_5, qwen3_5_moe, qwen4_exp',
+        ),
         ("name: qwen3.5-tiny", "name: ../tiny", "name: use letters, digits, '.', '_' and '-'"),
         ("mlp: {width: 256}", "mlp: 256", "mlp: must be a mapping, not 256"),
     ],
@@ -271,3 +284,60 @@ def test_a_layout_built_in_code_keeps_the_same_rules():
 
 def test_every_family_file_names_itself():
     assert [load_family(name).family for name in family_names()] == family_names()
+
+
+# --- Families with more parts -----------------------------------------------------------------------------------------
+
+FLASH_TINY = TINY.parent / "flash-next-tiny.yaml"
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3.6-35b-a3b", 34.66), ("qwen3.8-flash-next", 176.94)])
+def test_a_layout_has_the_parameters_of_its_model(name, billions):
+    assert round(sum(tensor.size for tensor in load_model(name).tensors()) / 1e9, 2) == billions
+
+
+def test_a_position_of_flash_next_has_an_index_key_and_a_quarter_of_a_pooled_one():
+    spec, a_layer = load_model("qwen3.8-flash-next"), 2 * 2 * 2 * 256 + 256 + 64
+    assert a_layer == 2368 and spec.kv_bytes_per_token() == 12 * a_layer
+    assert spec.bytes_a_page(48) == 48 * 12 * a_layer
+    assert spec.bytes_a_page(5) == 12 * (5 * (2048 + 256) + 2 * 256), "a block that is begun has a row"
+    assert spec.state_bytes == 113_246_208 + 36 * 3 * 10_240 * 2 + 9 * 10_240 * 2 + 2 * 4
+
+
+def test_tensor_shapes_of_flash_next():
+    tensors = {t.name: t for t in load_model("qwen3.8-flash-next").tensors()}
+    shapes = {name.removeprefix("model.layers."): tensor.shape for name, tensor in tensors.items()}
+    assert shapes["3.self_attn.indexer.index_qk_proj.weight"] == (5 * 128, 2560)
+    assert shapes["0.attn_hyper_connection.block_inject_weight.weight"] == (4, 10_240)
+    assert shapes["47.mlp_hyper_connection.input_mix_weight_down.weight"] == (320, 10_240)
+    assert shapes["5.mlp.experts.gate_up_proj"] == (512, 1280, 2560)
+    assert shapes["1.ple.ple_embedding.ngram_embedding.shard_127.weight"] == (320_001_536 // 128, 160)
+    assert not any(name.startswith("0.ple.") for name in shapes)
+    assert tensors["model.layers.1.ple.ple_embedding.layer_multipliers"].dtypes == ("I64",)
+
+
+def test_a_short_prompt_of_the_tiny_model_is_sparse():
+    indexer = load_model("flash-next-tiny").indexer
+    assert indexer.budget < 200 and indexer.budget % indexer.block == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("experts: {count: 8, picks: 2, width: 64}\n", "", "experts: missing key: family qwen4_exp has it"),
+        ("family: qwen4_exp", "family: qwen3_5", "experts: family qwen3_5 has none"),
+        ("picks: 2", "picks: 9", "experts.picks: must be 1 to the 8 experts, not 9"),
+        ("picks: 2", "pick: 2", "experts.pick: unknown key; did you mean picks?"),
+        ("budget: 64", "budget: 66", "indexer.budget: 66 positions are not whole blocks of 4"),
+        ("heads: 4, head_dim: 128", "heads: 4, head_dim: 32", "indexer.head_dim: 64 rotary dims do not fit into 32"),
+        ("streams: 4", "streams: 3", "hyper.streams: must be even and above 0, not 3"),
+        ("layer: 1,", "layer: 8,", "ngrams.layer: 8 is none of the 8 layers"),
+        ("width: 128,", "width: 120,", "ngrams.width: 120 features do not divide over 16 heads"),
+        ("parts: 4", "parts: 3", "ngrams.divisor: tables of multiples of 128 rows do not divide over 3 parts"),
+        ("gate: sigmoid", "gate: relu", 'gated_delta_net.gate: "relu" is unknown; use silu or sigmoid'),
+    ],
+)
+def test_parts_that_do_not_fit_the_family_are_refused(tmp_path, old, new, message):
+    text = FLASH_TINY.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    assert refusal(tmp_path, text.replace(old, new)) == message

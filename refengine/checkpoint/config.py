@@ -8,7 +8,7 @@ from typing import Any
 
 from refengine.checkpoint.strict_json import load_json
 from refengine.errors import UserError
-from refengine.registry import ModelSpec, check_spec
+from refengine.registry import FULL_ATTENTION, ModelSpec, check_spec
 from refengine.registry.loader import layer_pattern
 from refengine.registry.reader import Where, read
 
@@ -31,19 +31,54 @@ _KEYS = {
     "linear_key_head_dim": "gated_delta_net.key_dim",
     "linear_value_head_dim": "gated_delta_net.value_dim",
     "linear_conv_kernel_dim": "gated_delta_net.conv_width",
-    "intermediate_size": "mlp.width",
     "rope_parameters.rope_theta": "rope.theta",
 }
+_EXPERT_KEYS = {
+    "num_experts": "experts.count",
+    "num_experts_per_tok": "experts.picks",
+    "moe_intermediate_size": "experts.width",
+    "shared_expert_intermediate_size": "mlp.width",
+}
+# The same of a family's own parts.
+_FAMILY_KEYS = {
+    "qwen3_5": {"intermediate_size": "mlp.width"},
+    "qwen3_5_moe": _EXPERT_KEYS,
+    "qwen4_exp": _EXPERT_KEYS
+    | {
+        "output_gate_type": "gated_delta_net.gate",
+        "indexer_n_heads": "indexer.heads",
+        "indexer_head_dim": "indexer.head_dim",
+        "indexer_budget": "indexer.budget",
+        "indexer_compress_ratio": "indexer.block",
+        "hc_count": "hyper.streams",
+        "hc_lowrank": "hyper.rank",
+        "ple_embed_dim": "ngrams.width",
+        "ple_conv_kernel_size": "ngrams.conv_width",
+        "ngram_size": "ngrams.size",
+        "heads_per_ngram": "ngrams.heads",
+        "ngram_vocab_size_base": "ngrams.base",
+        "make_ngram_vocab_size_divisible_by": "ngrams.divisor",
+        "split_ngram_parts": "ngrams.parts",
+        "seed": "ngrams.seed",
+    },
+}
+# A list of layers that counts from 1, for ngrams.layer.
+_NGRAM_LAYERS = "ple_layer_ids"
+# Kinds of layers as files name them, where we have other names.
+_KINDS = {"deepseek_sparse_attention": FULL_ATTENTION, "hybrid_indexed": FULL_ATTENTION}
 _FACTOR = "rope_parameters.partial_rotary_factor"
 _MTP = "mtp_num_hidden_layers"
-_NAMES = {field: key for key, field in _KEYS.items()} | {"rope.dims": _FACTOR, "mtp.layers": _MTP}
-
 # Keys that the family fixes, with their value; absent means this value.
 _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "attn_output_gate": True,
     "rope_parameters.rope_type": "default",
+}
+_FAMILY_FIXED: dict[str, dict[str, Any]] = {
+    "qwen3_5": {},
+    "qwen3_5_moe": {"norm_topk_prob": True},
+    "qwen4_exp": {"norm_topk_prob": True, "indexer_kv_heads": 1},
 }
 # Keys that other models have and the family does not: anything but absent or this value would be ignored.
 _UNKNOWN = {
@@ -53,8 +88,25 @@ _UNKNOWN = {
     "mlp_bias": False,
     "mtp_use_dedicated_embeddings": False,
 }
-_FAMILIES = {"qwen3_5_text": "qwen3_5"}
-_ARCHITECTURES = {"qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM")}
+_ARCHITECTURES = {
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen4_exp": ("qwen4_exp_text", "Qwen4ExpForCausalLM"),
+}
+_FAMILIES = {model_type: family for family, (model_type, _) in _ARCHITECTURES.items()}
+
+
+def keys_of(family: str) -> dict[str, str]:
+    """Key of config.json -> field of ModelSpec, for a family."""
+    return _KEYS | _FAMILY_KEYS[family]
+
+
+def names_of(family: str) -> dict[str, str]:
+    """Field -> key; of fields that a key gives in another form, too."""
+    other = {"rope.dims": _FACTOR, "mtp.layers": _MTP} | (
+        {"ngrams.layer": _NGRAM_LAYERS} if family == "qwen4_exp" else {}
+    )
+    return {field: key for key, field in keys_of(family).items()} | other
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
@@ -62,13 +114,15 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     model_type, architecture = _ARCHITECTURES[spec.family]
     config: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
     config |= {"use_cache": True, "bos_token_id": None, "pad_token_id": None, "eos_token_id": list(spec.tokens.end)}
-    for key, value in _FIXED.items():
+    for key, value in (_FIXED | _FAMILY_FIXED[spec.family]).items():
         _put(config, key, value)
-    for key, field in _KEYS.items():
+    for key, field in keys_of(spec.family).items():
         value = attrgetter(field)(spec)
         _put(config, key, list(value) if isinstance(value, tuple) else value)
     _put(config, _FACTOR, spec.rope.dims / spec.attention.head_dim)
     _put(config, _MTP, spec.mtp.layers)
+    if spec.ngrams is not None:
+        _put(config, _NGRAM_LAYERS, [spec.ngrams.layer + 1])
     return config
 
 
@@ -88,13 +142,16 @@ def spec_beside(folder: Path, spec: ModelSpec) -> ModelSpec:
 def _spec_of(folder: Path, mtp_layers: int) -> ModelSpec:
     """mtp_layers: of a config.json that does not say."""
     config = _Config(load_json(folder / CONFIG))
-    where = Where(CONFIG, _NAMES)
-    data: dict[str, Any] = {"name": _model_name(folder), "family": config.family(), "tokens": _tokens(folder, config)}
-    for key, value in (_FIXED | _UNKNOWN).items():
+    family = config.family()
+    where = Where(CONFIG, names_of(family))
+    data: dict[str, Any] = {"name": _model_name(folder), "family": family, "tokens": _tokens(folder, config)}
+    for key, value in (_FIXED | _FAMILY_FIXED[family] | _UNKNOWN).items():
         if config.get(key, value) != value:
             raise where.error(key, f"must be {value!r}, not {config.get(key)!r}")
-    for key, field in _KEYS.items():
+    for key, field in keys_of(family).items():
         _put(data, field, config.require(key))
+    if family == "qwen4_exp":
+        _put(data, "ngrams.layer", _ngram_layer(config, where))
     _put(data, "attention.output_gate", True)
     _put(data, "rope.dims", _rotary_dims(config, where))
     _put(data, "mtp.layers", config.get(_MTP, mtp_layers))
@@ -104,7 +161,9 @@ def _spec_of(folder: Path, mtp_layers: int) -> ModelSpec:
 def check_config(folder: Path, spec: ModelSpec) -> None:
     """Raise UserError naming the first key of the folder's config.json that disagrees with `spec`."""
     found = spec_beside(folder, spec)
-    for field, key in _NAMES.items():
+    if found.family != spec.family:
+        raise UserError(f"{CONFIG}: model_type: family {found.family} where {spec.name} has {spec.family}")
+    for field, key in names_of(spec.family).items():
         have, want = attrgetter(field)(found), attrgetter(field)(spec)
         if have != want:
             raise UserError(f"{CONFIG}: {key}: {_show(have, field)} where {spec.name} has {_show(want, field)}")
@@ -133,6 +192,8 @@ class _Config:
             return self._pattern()
         if value is None:
             raise UserError(f"{CONFIG}: {key}: missing key")
+        if key == "layer_types" and isinstance(value, list):
+            return [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in value]
         return value
 
     def family(self) -> str:
@@ -158,6 +219,13 @@ def _rotary_dims(config: _Config, where: Where) -> int:
     return round(dims)
 
 
+def _ngram_layer(config: _Config, where: Where) -> int:
+    layers = config.require(_NGRAM_LAYERS)
+    if not isinstance(layers, list) or len(layers) != 1 or type(layers[0]) is not int:
+        raise where.error("ngrams.layer", f"must be a list of one layer, not {layers!r}")
+    return layers[0] - 1
+
+
 def _tokens(folder: Path, config: _Config) -> dict[str, Any]:
     generation = folder / "generation_config.json"
     end = _Config(load_json(generation)).get("eos_token_id") if generation.exists() else None
@@ -180,4 +248,6 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 def _show(value: Any, field: str) -> str:
     if field == "layer_types":
         return f"{value.count('full_attention')} of {len(value)} full, {'-'.join(kind[0] for kind in value)}"
+    if field == "ngrams.layer":
+        return f"[{value + 1}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,7 +21,7 @@ from refengine.errors import UserError
 from refengine.registry import ModelSpec, Tensor, check_spec
 
 SHARD_BYTES = 2 << 30
-ITEM_BYTES = {"BF16": 2, "F32": 4}
+ITEM_BYTES = {"BF16": 2, "F32": 4, "I64": 8}
 
 
 def make_checkpoint(spec: ModelSpec, folder: str | Path, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -71,9 +71,11 @@ def open_cached(spec: ModelSpec, seed: int = 0) -> Checkpoint:
 
 
 def _key(spec: ModelSpec, seed: int) -> str:
-    layout = asdict(spec)
+    layout = {key: part for key, part in asdict(spec).items() if part is not None}
     if not spec.mtp.layers:
         del layout["mtp"]
+    if spec.gated_delta_net.gate == "silu":
+        del layout["gated_delta_net"]["gate"]
     content = json.dumps([VERSION, seed, layout], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -122,7 +124,7 @@ def _shards(tensors: tuple[Tensor, ...], shard_bytes: int) -> Iterator[list[Tens
     shard: list[Tensor] = []
     used = 0
     for tensor in tensors:
-        size = 2 * tensor.size
+        size = ITEM_BYTES[tensor.dtype] * tensor.size
         if shard and used + size > shard_bytes:
             yield shard
             shard, used = [], 0
@@ -137,7 +139,7 @@ def _shard_name(number: int, count: int) -> str:
 
 def _index(names: list[str], shards: list[list[Tensor]]) -> dict[str, object]:
     weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total = sum(2 * tensor.size for shard in shards for tensor in shard)
+    total = sum(ITEM_BYTES[tensor.dtype] * tensor.size for shard in shards for tensor in shard)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 

@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from refengine.checkpoint.config import check_config
 from refengine.checkpoint.files import Stored, list_tensors
+from refengine.checkpoint.values import synthetic
 from refengine.errors import UserError
 from refengine.registry import ModelSpec, Tensor
 from refengine.registry.family import Family, load_family
@@ -34,7 +35,7 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
 
     def tensor(self, name: str) -> np.ndarray:
-        """A copy of the tensor of that name: bfloat16 (ml_dtypes) or float32, in the checkpoint's shape.
+        """A copy of the tensor of that name: bfloat16 (ml_dtypes), float32 or int64, in the checkpoint's shape.
 
         Raises UserError if the checkpoint has no such tensor.
         """
@@ -84,7 +85,9 @@ def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     stored = list_tensors(folder)
     tensors = spec.tensors(_prefix(stored, spec))
     _check_tensors(stored, tensors, spec)
-    return Checkpoint(folder, spec, (*tensors, *spec.mtp_tensors()), stored)
+    checkpoint = Checkpoint(folder, spec, (*tensors, *spec.mtp_tensors()), stored)
+    _check_hash(checkpoint, tensors)
+    return checkpoint
 
 
 def _prefix(stored: Mapping[str, Stored], spec: ModelSpec) -> str:
@@ -110,6 +113,17 @@ def _check_tensor(entry: Stored, tensor: Tensor, spec: ModelSpec) -> None:
         raise UserError(f"{where}: shape {list(entry.shape)} where {spec.name} has {list(tensor.shape)}")
     if entry.dtype not in tensor.dtypes:
         raise UserError(f"{where}: type {entry.dtype} where {' or '.join(tensor.dtypes)} is needed")
+
+
+def _check_hash(checkpoint: Checkpoint, tensors: tuple[Tensor, ...]) -> None:
+    """Refuse a table of n-grams that another hash was made for."""
+    for tensor in tensors:
+        if tensor.dtype != "I64":
+            continue
+        if (checkpoint.tensor(tensor.name) != synthetic(tensor, checkpoint.spec, seed=0)).any():
+            raise UserError(
+                f"{tensor.name}: holds other numbers than the seed and sizes of {checkpoint.spec.name} make"
+            )
 
 
 def _ignored(name: str, family: Family) -> bool:

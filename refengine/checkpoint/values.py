@@ -26,10 +26,12 @@ _BRANCHES = 1.5
 # The same of the MTP head's layer: small, so that the head mostly carries the next token's embedding to lm_head, as the
 # model's residual stream does, and some of its drafts are the model's choice.
 _MTP_BRANCHES = 0.1
-# Standard deviation of fc beside the ones that carry the embedding, times the root of its width.
+# The MTP head's matrices that carry the embedding.
+_CARRYING = ("fc", "fc_embedding")
+# Their standard deviation beside the ones that carry the embedding, times the root of its width.
 _MTP_MIXING = 0.1
 # Root mean square of the input of each output projection, for inputs of order one.
-_BRANCH_INPUT = {"o_proj": 0.3, "out_proj": 0.6, "down_proj": 0.6}
+_BRANCH_INPUT = {"o_proj": 0.3, "out_proj": 0.6, "down_proj": 0.6, "experts_down": 0.6}
 # (mean, deviation) of the tensors that are not projections. Query and key gains above 1 make attention selective;
 # a_log and dt_bias spread the decay of the recurrent state from one step to thousands.
 _VECTORS = {
@@ -39,11 +41,14 @@ _VECTORS = {
     "conv": (0.0, 0.5),
     "a_log": (0.5, 1.0),
     "dt_bias": (-4.5, 1.0),
+    "ngram_conv": (0.0, 0.5),
 }
 
 
 def synthetic(tensor: Tensor, spec: ModelSpec, seed: int) -> np.ndarray:
-    """The bfloat16 values of one tensor, in its shape; they depend on seed, name and layout only."""
+    """The values of one tensor, in its shape: bfloat16, which depend on seed, name and layout only, or the numbers of a hash."""
+    if tensor.dtype == "I64":
+        return np.array(getattr(spec.ngram_hash, tensor.role.removeprefix("ngram_")), np.int64)
     mean, deviation = distribution(tensor, spec)
     scale, shift = np.float32(deviation * _UNIT), np.float32(mean)
     words = _words(tensor.name, seed)
@@ -53,7 +58,7 @@ def synthetic(tensor: Tensor, spec: ModelSpec, seed: int) -> np.ndarray:
         halves = words.random_raw(-(-part.size // 2)).astype("<u8").view("<u2").astype(np.int32)
         part[:] = ((halves[0::2] - halves[1::2])[: part.size].astype(np.float32) * scale + shift).astype(out.dtype)
     out = out.reshape(tensor.shape)
-    if tensor.role == "fc":
+    if tensor.role in _CARRYING:
         np.fill_diagonal(out, 1)
     return out
 
@@ -61,18 +66,20 @@ def synthetic(tensor: Tensor, spec: ModelSpec, seed: int) -> np.ndarray:
 def distribution(tensor: Tensor, spec: ModelSpec) -> tuple[float, float]:
     """Mean and standard deviation of a tensor's values, chosen so that activations stay of order one.
 
-    The diagonal of fc, which carries the embedding, is ones instead.
+    The diagonal of a matrix that carries the MTP head's embedding is ones instead.
     """
     if tensor.role in _VECTORS:
         return _VECTORS[tensor.role]
     if tensor.gain is not None:
         return 0.0, 0.1
     fan_in = math.sqrt(tensor.shape[-1])
+    if tensor.role.startswith("ngram_table"):
+        return 0.0, 1.0
     if tensor.role == "embed":
         return 0.0, _LOGITS / fan_in if spec.tied_head else 1.0
     if tensor.role == "lm_head":
         return 0.0, _LOGITS / fan_in
-    if tensor.role == "fc":
+    if tensor.role in _CARRYING:
         return 0.0, _MTP_MIXING / fan_in
     if tensor.role in _BRANCH_INPUT:
         total, layers = branches(tensor, spec)

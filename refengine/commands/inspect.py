@@ -18,6 +18,7 @@ from kernels_numba.machine.records import ARCHITECTURES, Record, ptx_text, recor
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, read_report, show, write_report
 from refengine.errors import UserError
+from refengine.model import check_dims
 from refengine.registry import load_model
 from refengine.verify.launches import arguments, launches
 
@@ -56,7 +57,9 @@ def run(request: Request, json: Path | None) -> int:
     targets = architectures(request.sm)
     before = None if request.against is None else read_report(request.against, "inspect", code_hashes)
     known_name("--backend", request.backend, backend_names())
-    chosen = of_kernel(launches(load_model(request.model), backend_class(request.backend)), request.kernel)
+    spec = load_model(request.model)
+    check_dims(spec)
+    chosen = of_kernel(launches(spec, backend_class(request.backend)), request.kernel)
     check_compiler()
     found = compile_all(chosen, targets)
     if request.ptx or request.sass:

@@ -64,7 +64,8 @@ def in_full(spec: ModelSpec, page_size: int) -> Table:
     """Every field of an entry and what follows from it."""
     shown = Table("key", "value", title=spec.name, title_justify="left")
     for key, value in flattened(asdict(spec) | {"layer_types": layer_letters(spec)}).items():
-        shown.add_row(key, str(value).lower() if isinstance(value, bool) else str(value))
+        if value is not None:
+            shown.add_row(key, str(value).lower() if isinstance(value, bool) else str(value))
     shown.add_section()
     for key, value in derived(spec, page_size).items():
         shown.add_row(key.replace("_", " "), f"{value:,}")

@@ -52,17 +52,13 @@ class Heads:
 TINY, ODD, REAL = Heads(2, 6), Heads(1, 3), Heads(16, 48)
 
 
-@dataclass(frozen=True)
-class StreamsCase:
-    """Streams of one launch, each of some rows; none: it takes no part. gap: rows of nobody before and after each stream's.
-
-    draw: a draw of its own, whatever the seed.
+class OfStreams:
+    """A case of streams of one launch, each of some rows; none: it takes no part. gap: rows of nobody before and after each
+    stream's.
     """
 
-    heads: Heads
     rows: tuple[int, ...]
-    gap: int = 0
-    draw: int = 0
+    gap: int
 
     @property
     def firsts(self) -> list[int]:
@@ -104,8 +100,20 @@ class StreamsCase:
         return np.isin(np.arange(len(slots) + SPARE_SLOTS), slots[[s for s, _, _ in self.parts]])
 
     def __str__(self) -> str:
-        apart = f" gap={self.gap}" * (self.gap > 0) + f" draw={self.draw}" * (self.draw > 0)
-        return f"{self.heads} rows={','.join(map(str, self.rows))}{apart}"
+        return f"rows={','.join(map(str, self.rows))}" + f" gap={self.gap}" * (self.gap > 0)
+
+
+@dataclass(frozen=True)
+class StreamsCase(OfStreams):
+    """Streams of the rows of a model's heads. draw: a draw of its own, whatever the seed."""
+
+    heads: Heads
+    rows: tuple[int, ...]
+    gap: int = 0
+    draw: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.heads} {super().__str__()}" + f" draw={self.draw}" * (self.draw > 0)
 
 
 class InRuns(Entry):

@@ -1,6 +1,6 @@
 """A model family: how its checkpoints name their tensors, and of which dimensions each tensor is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -14,17 +14,20 @@ FAMILIES = Path(__file__).parent / "families"
 class Template:
     """One tensor of a family: its name with `{prefix}` and `{layer}` to fill in, and its shape as dimension names.
 
-    `gain` is None except for norm weights w: "one_plus" if the norm multiplies by 1 + w, "plain" if by w.
+    `gain` is None except for norm weights w: "one_plus" if the norm multiplies by 1 + w, "plain" if by w. `stored` is the type in
+    a file where it is no weight. A name with `{part}` stands for as many tensors as its part has.
     """
 
     name: str
     shape: tuple[str, ...]
     gain: str | None = None
+    stored: str | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """The tensors of a family by role: those of the model, of every layer, of each kind of layer, and of the MTP head.
+    """The tensors of a family by role: those of the model, of every layer, of each kind of layer, of the layer with the n-gram
+    branch, and of the MTP head.
 
     Names of the head, and of its layers, start with `mtp_prefix`.
     """
@@ -38,6 +41,7 @@ class Family:
     full_attention: dict[str, Template]
     linear_attention: dict[str, Template]
     mtp: dict[str, Template]
+    ngrams: dict[str, Template] = field(default_factory=dict)
 
     def of_layer(self, layer_type: str) -> dict[str, Template]:
         """Roles of a layer of type "full_attention" or "linear_attention"."""

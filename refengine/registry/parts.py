@@ -24,13 +24,17 @@ class Rope:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Linear attention: value head h uses key head h // (value_heads / key_heads); a causal conv over `conv_width`."""
+    """Linear attention: value head h uses key head h // (value_heads / key_heads); a causal conv over `conv_width`.
+
+    `gate`: what the output gate makes of its input, "silu" or "sigmoid".
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
+    gate: str = "silu"
 
     @property
     def conv_channels(self) -> int:
@@ -40,9 +44,73 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class Mlp:
-    """SwiGLU of `width` hidden features."""
+    """SwiGLU of `width` hidden features, of every token; beside experts it is the shared one, under a sigmoid gate."""
 
     width: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: each token goes through `picks` of `count` SwiGLUs of `width` hidden features."""
+
+    count: int
+    picks: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Sparse attention: a query sees the `budget` positions whose blocks of `block` score highest, and its unfinished block.
+
+    `heads` index queries of `head_dim` share one index key.
+    """
+
+    heads: int
+    head_dim: int
+    budget: int
+    block: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an index key, bf16, and of a block's pooled key."""
+        return 2 * self.head_dim
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyper-connections: a residual of `streams` streams; a product of rank `rank` says how a block reads them."""
+
+    streams: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """The n-gram branch before layer `layer`: `heads` rows for each length from 2 to `size` tokens make `width` features.
+
+    No head's table has fewer than `base` rows, all together have a multiple of `divisor`, in `parts` tensors; `seed` makes the
+    hash. A causal conv over `conv_width` rows, `size` apart, follows.
+    """
+
+    layer: int
+    width: int
+    size: int
+    heads: int
+    base: int
+    divisor: int
+    parts: int
+    seed: int
+    conv_width: int
+
+    @property
+    def all_heads(self) -> int:
+        """Heads of all lengths together."""
+        return (self.size - 1) * self.heads
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows of the convolution's input that a stream keeps."""
+        return (self.conv_width - 1) * self.size
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def read(cls: type[T], data: Any, where: Where, path: str = "") -> T:
         key = _join(path, name)
         if name in data:
             values[name] = _value(hints[name], data[name], where, key)
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise where.error(key, "missing key")
     return cls(**values)
 

@@ -4,10 +4,17 @@ import re
 from collections.abc import Iterator
 
 from refengine.registry.family import family_names
+from refengine.registry.parts import Indexer, Ngrams
 from refengine.registry.reader import Where
 from refengine.registry.spec import FULL_ATTENTION, LINEAR_ATTENTION, ModelSpec
 
 Rule = tuple[str, bool, str]
+PARTS = {
+    "qwen3_5": (),
+    "qwen3_5_moe": ("experts",),
+    "qwen4_exp": ("experts", "indexer", "hyper", "ngrams"),
+}
+"""The parts of each family that others have not."""
 
 
 def check_spec(spec: ModelSpec, where: Where | None = None) -> ModelSpec:
@@ -27,6 +34,7 @@ def _rules(spec: ModelSpec) -> Iterator[Rule]:
     yield from _delta_net_rules(spec)
     yield from _size_rules(spec)
     yield from _layer_rules(spec)
+    yield from _part_rules(spec)
     yield "mtp.layers", spec.mtp.layers in (0, 1), f"must be 0 or 1, not {spec.mtp.layers}"
     yield from _token_rules(spec)
 
@@ -49,6 +57,7 @@ def _delta_net_rules(spec: ModelSpec) -> Iterator[Rule]:
     yield "gated_delta_net.key_dim", gdn.key_dim > 0, f"must be above 0, not {gdn.key_dim}"
     yield "gated_delta_net.value_dim", gdn.value_dim > 0, f"must be above 0, not {gdn.value_dim}"
     yield "gated_delta_net.conv_width", gdn.conv_width > 1, f"must be 2 or more, not {gdn.conv_width}"
+    yield "gated_delta_net.gate", gdn.gate in ("silu", "sigmoid"), f'"{gdn.gate}" is unknown; use silu or sigmoid'
 
 
 def _size_rules(spec: ModelSpec) -> Iterator[Rule]:
@@ -70,6 +79,50 @@ def _layer_rules(spec: ModelSpec) -> Iterator[Rule]:
     known = (FULL_ATTENTION, LINEAR_ATTENTION)
     for i, kind in enumerate(spec.layer_types):
         yield f"layer_types[{i}]", kind in known, f'"{kind}" is unknown; known: {", ".join(known)}'
+
+
+def _part_rules(spec: ModelSpec) -> Iterator[Rule]:
+    """Each family has its parts, all of them and no others; then their numbers."""
+    own = PARTS[spec.family]
+    for part in ("experts", "indexer", "hyper", "ngrams"):
+        held, needed = getattr(spec, part) is not None, part in own
+        yield (
+            part,
+            held == needed,
+            f"missing key: family {spec.family} has it" if needed else f"family {spec.family} has none",
+        )
+    if (e := spec.experts) is not None:
+        yield "experts.count", e.count > 0, f"must be above 0, not {e.count}"
+        yield "experts.picks", 0 < e.picks <= e.count, f"must be 1 to the {e.count} experts, not {e.picks}"
+        yield "experts.width", e.width > 0, f"must be above 0, not {e.width}"
+    if spec.indexer is not None:
+        yield from _indexer_rules(spec, spec.indexer)
+    if (h := spec.hyper) is not None:
+        yield "hyper.streams", h.streams > 1 and h.streams % 2 == 0, f"must be even and above 0, not {h.streams}"
+        yield "hyper.rank", h.rank > 0, f"must be above 0, not {h.rank}"
+    if spec.ngrams is not None:
+        yield from _ngram_rules(spec, spec.ngrams)
+
+
+def _indexer_rules(spec: ModelSpec, indexer: Indexer) -> Iterator[Rule]:
+    for key in ("heads", "block"):
+        yield f"indexer.{key}", getattr(indexer, key) > 0, f"must be above 0, not {getattr(indexer, key)}"
+    fits = spec.rope.dims <= indexer.head_dim
+    yield "indexer.head_dim", fits, f"{spec.rope.dims} rotary dims do not fit into {indexer.head_dim}"
+    whole = f"{indexer.budget} positions are not whole blocks of {indexer.block}"
+    yield "indexer.budget", _divides(indexer.block, indexer.budget), whole
+
+
+def _ngram_rules(spec: ModelSpec, ngrams: Ngrams) -> Iterator[Rule]:
+    yield "ngrams.layer", 0 <= ngrams.layer < spec.layers, f"{ngrams.layer} is none of the {spec.layers} layers"
+    yield "ngrams.size", ngrams.size > 1, f"must be 2 or more, not {ngrams.size}"
+    for key in ("heads", "base", "parts"):
+        yield f"ngrams.{key}", getattr(ngrams, key) > 0, f"must be above 0, not {getattr(ngrams, key)}"
+    heads = f"{ngrams.width} features do not divide over {ngrams.all_heads} heads"
+    yield "ngrams.width", _divides(ngrams.all_heads, ngrams.width), heads
+    parts = f"tables of multiples of {ngrams.divisor} rows do not divide over {ngrams.parts} parts"
+    yield "ngrams.divisor", _divides(ngrams.parts, ngrams.divisor), parts
+    yield "ngrams.conv_width", ngrams.conv_width > 1, f"must be 2 or more, not {ngrams.conv_width}"
 
 
 def _token_rules(spec: ModelSpec) -> Iterator[Rule]:

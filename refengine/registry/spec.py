@@ -5,7 +5,20 @@ from dataclasses import dataclass
 
 from refengine.errors import UserError
 from refengine.registry.family import Family, Template, load_family
-from refengine.registry.parts import Attention, GatedDeltaNet, Mlp, Mtp, Rope, Tensor, Tokens
+from refengine.registry.ngrams import NgramHash, ngram_hash
+from refengine.registry.parts import (
+    Attention,
+    Experts,
+    GatedDeltaNet,
+    Hyper,
+    Indexer,
+    Mlp,
+    Mtp,
+    Ngrams,
+    Rope,
+    Tensor,
+    Tokens,
+)
 
 FULL_ATTENTION = "full_attention"
 LINEAR_ATTENTION = "linear_attention"
@@ -17,7 +30,8 @@ _ALIGN = 16
 class ModelSpec:
     """A model's layout. Sizes are counts of elements unless they say bytes.
 
-    `layer_types` has "full_attention" or "linear_attention" for each of the `layers` layers.
+    `layer_types` has "full_attention" or "linear_attention" for each of the `layers` layers; with an indexer, full attention is
+    sparse. Parts that a model has not are None.
     """
 
     name: str
@@ -35,6 +49,10 @@ class ModelSpec:
     mlp: Mlp
     tokens: Tokens
     mtp: Mtp = Mtp(0)
+    experts: Experts | None = None
+    indexer: Indexer | None = None
+    hyper: Hyper | None = None
+    ngrams: Ngrams | None = None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -53,26 +71,55 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one stream's recurrent state: fp32 (value_dim, key_dim) a value head, bf16 rows of conv history."""
+        """Bytes of one stream's recurrent state: fp32 (value_dim, key_dim) a value head, bf16 rows of conv history.
+
+        With an n-gram branch, its bf16 rows of conv history and int32 tokens too.
+        """
         gdn = self.gated_delta_net
         recurrent = 4 * gdn.value_heads * gdn.value_dim * gdn.key_dim
         history = 2 * (gdn.conv_width - 1) * gdn.conv_channels
-        return len(self.linear_layers) * (recurrent + history)
+        ngrams = 0
+        if self.ngrams is not None:
+            ngrams = 2 * self.ngrams.kept_rows * self.stream_width + 4 * (self.ngrams.size - 1)
+        return len(self.linear_layers) * (recurrent + history) + ngrams
+
+    @property
+    def stream_width(self) -> int:
+        """Elements of a row of the residual, all its streams together."""
+        return self.hidden * (1 if self.hyper is None else self.hyper.streams)
+
+    @property
+    def ngram_hash(self) -> NgramHash:
+        """The numbers of the n-gram branch's hash. Raises ValueError for a model that has no such branch."""
+        n = self.ngrams
+        if n is None:
+            raise ValueError(f"{self.name} has no n-gram branch")
+        return ngram_hash(self.vocabulary, n.size, n.heads, n.base, n.divisor, n.seed)
 
     def kv_bytes_per_token(self, kv: str = "bf16") -> int:
-        """Bytes that one position takes in the caches of all layers; kv is "bf16" or "fp8"."""
-        return len(self.attention_layers) * self.attention.kv_heads * sum(self._plane_row_bytes(kv))
+        """Bytes that one position takes in the caches of all layers; kv is "bf16" or "fp8".
+
+        With an indexer: its index key, and its share of its block's pooled key, too.
+        """
+        row = self.attention.kv_heads * sum(self._plane_row_bytes(kv))
+        if self.indexer is not None:
+            row += self.indexer.row_bytes + self.indexer.row_bytes // self.indexer.block
+        return len(self.attention_layers) * row
 
     def bytes_a_page(self, page_size: int, kv: str = "bf16") -> int:
         """Bytes of a page of `page_size` positions, all layers, each plane rounded up to 16 (spec attention §3).
+
+        With an indexer, a page has a plane of index keys and one of pooled keys, a row for each block begun.
 
         Raises UserError if page_size is not positive.
         """
         if page_size < 1:
             raise UserError(f"page size {page_size}: a page holds at least 1 position")
         rows = self.attention.kv_heads * page_size
-        planes = sum(-(-rows * row // _ALIGN) * _ALIGN for row in self._plane_row_bytes(kv))
-        return len(self.attention_layers) * planes
+        planes = [rows * row for row in self._plane_row_bytes(kv)]
+        if self.indexer is not None:
+            planes += [self.indexer.row_bytes * n for n in (page_size, -(-page_size // self.indexer.block))]
+        return len(self.attention_layers) * sum(-(-plane // _ALIGN) * _ALIGN for plane in planes)
 
     def _plane_row_bytes(self, kv: str) -> tuple[int, ...]:
         dim = self.attention.head_dim
@@ -101,7 +148,23 @@ class ModelSpec:
             "gdn_value": gdn.value_heads * gdn.value_dim,
             "conv_channels": gdn.conv_channels,
             "conv_width": gdn.conv_width,
+            **self._dimensions_of_parts(),
         }
+
+    def _dimensions_of_parts(self) -> dict[str, int]:
+        """Dimensions of the parts that not every model has."""
+        found = {"streams": self.stream_width}
+        if (e := self.experts) is not None:
+            found |= {"experts": e.count, "expert_width": e.width, "expert_gate_up": 2 * e.width}
+        if (i := self.indexer) is not None:
+            found |= {"index_head_dim": i.head_dim, "index_query_key": (i.heads + 1) * i.head_dim}
+        if (h := self.hyper) is not None:
+            found |= {"hyper_streams": h.streams, "hyper_rank": h.rank}
+        if (n := self.ngrams) is not None:
+            found |= {"ngram_width": n.width, "ngram_conv_width": n.conv_width, "ngram_size": n.size}
+            found |= {"ngram_heads": n.all_heads, "ngram_head_width": n.width // n.all_heads}
+            found |= {"ngram_part_rows": self.ngram_hash.rows // n.parts}
+        return found
 
     def tensors(self, prefix: str | None = None) -> tuple[Tensor, ...]:
         """Every tensor of the model without its MTP head; names start with `prefix` (by default the family's first)."""
@@ -119,6 +182,16 @@ class ModelSpec:
         for layer, kind in enumerate(self.layer_types):
             for role, template in family.of_layer(kind).items():
                 yield self._tensor(role, template, template.name.format(prefix=prefix, layer=layer), layer)
+        if self.ngrams is not None:
+            yield from self._ngram_tensors(family, prefix, self.ngrams)
+
+    def _ngram_tensors(self, family: Family, prefix: str, ngrams: Ngrams) -> Iterator[Tensor]:
+        """A tensor in parts has a role for each: ngram_table_0 and so on."""
+        for role, template in family.ngrams.items():
+            split = "{part}" in template.name
+            for part in range(ngrams.parts if split else 1):
+                name = template.name.format(prefix=prefix, layer=ngrams.layer, part=part)
+                yield self._tensor(f"{role}_{part}" if split else role, template, name, ngrams.layer)
 
     def _mtp_tensors(self, family: Family) -> Iterator[Tensor]:
         prefix = family.mtp_prefix
@@ -133,4 +206,6 @@ class ModelSpec:
         sizes = self.dimensions
         shape = tuple(sizes[dimension] for dimension in template.shape)
         dtypes = ("BF16", "F32") if len(shape) == 1 else ("BF16",)
+        if template.stored is not None:
+            dtypes = (template.stored,)
         return Tensor(name, shape, dtypes, role, layer, template.gain)
