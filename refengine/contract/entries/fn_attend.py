@@ -263,7 +263,7 @@ def control_table() -> Iterator[SparseCase]:
     pages anywhere in a tile, a dense chunk that is not full, a group of many heads and of an odd number, a page id past 16 bits;
     so many elements that what differs in the last bit of float32 shows in bf16.
     """
-    yield one(SMALL, ("paged", 48), (4, 33), budget=8)
+    yield one(SMALL, ("paged", 16), (4, 33), budget=8)
     yield one(SMALL, ("paged", 16), (3, 1100), (2, 70), budget=256, ahead=True)
     yield one(Heads(6, 2, 64), ("paged", 48), (5, 700), (3, 28), budget=140)
     yield one(Heads(2, 2, 64), ("paged", 48), (3, 150), (3, 33), budget=33, kv="fp8")
