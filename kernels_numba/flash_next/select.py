@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kernels_numba.flash_next.pages import BLOCK
 from kernels_numba.machine import cuda, device, float32, int32, int64, kernel, lanewise, shfl, uint32
 from kernels_numba.sampling import THREADS, block_sum, rank, with_bit
 from kernels_numba.streams import COMMITTED, FIRST
 
-BLOCK = 4
-"""Positions a block."""
 ABOVE, TIED = 1, 1 << 16
 """What a block counts in a scan: its score is above the cut, or at it. A strip of 1024 blocks has room for both in 32 bits."""
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_numba.decode_plan import CHUNK, carve_partials, check_heads
-from kernels_numba.flash_next.select import BLOCK, list_width
+from kernels_numba.flash_next.pages import BLOCK
+from kernels_numba.flash_next.select import list_width
 from kernels_numba.streams import COMMITTED, ROWS
 
 

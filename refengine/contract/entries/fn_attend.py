@@ -18,7 +18,8 @@ import numpy as np
 from backends.layout import LAYOUTS
 from kernels_numba import streams as columns
 from kernels_numba.decode_plan import CHUNK, plan_decode, row_streams
-from kernels_numba.flash_next.select import BLOCK, list_width
+from kernels_numba.flash_next.pages import BLOCK
+from kernels_numba.flash_next.select import list_width
 from kernels_numba.flash_next.sparse_plan import SparsePlan, plan_sparse
 from kernels_numba.fp8 import KV_TYPES
 from refengine.contract.attention import (

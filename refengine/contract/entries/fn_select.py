@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kernels_numba import streams as columns
-from kernels_numba.flash_next.select import BLOCK, list_width
+from kernels_numba.flash_next.pages import BLOCK
+from kernels_numba.flash_next.select import list_width
 from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import BOUND, REPEATS
 from refengine.contract.workbench import NAN, Array, Poison, Workbench, drawn
