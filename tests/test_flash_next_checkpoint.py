@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from refengine.checkpoint import make_checkpoint, open_checkpoint, spec_of_folder
+from refengine.checkpoint import load_weights, make_checkpoint, open_checkpoint, spec_of_folder
 from refengine.errors import UserError
 from refengine.registry import Experts, ModelSpec, load_model
 
@@ -76,8 +77,24 @@ def test_a_table_in_parts_is_the_whole_table(flash):
     assert checkpoint.by_role("ngram_sizes", 1).tolist() == list(hashed.sizes)
 
 
-def test_layers_as_newer_files_name_them(flash):
-    kinds = ["linear_attention"] * 3 + ["deepseek_sparse_attention"]
+def test_a_table_is_read_with_one_part_beside_it(tmp_path):
+    """Of the real layout it takes 102 GB."""
+    kinds, ngrams = FLASH.layer_types[:2], replace(FLASH.ngrams, base=60000, parts=8)
+    spec = replace(FLASH, layers=2, layer_types=kinds, ngrams=ngrams)
+    checkpoint = open_checkpoint(make_checkpoint(spec, tmp_path / "wide"), spec)
+    tracemalloc.start()
+    try:
+        weights = load_weights(checkpoint, spec)
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    table = weights.layers[1].ngrams.table
+    assert len(table) == spec.ngram_hash.rows and most - held <= table.nbytes / 4
+
+
+@pytest.mark.parametrize("kind", ["deepseek_sparse_attention", "indexed_attention"])
+def test_layers_as_newer_files_name_them(flash, kind):
+    kinds = ["linear_attention"] * 3 + [kind]
     edit_config(flash, layer_types=kinds * 2)
     assert open_checkpoint(flash, FLASH).spec == FLASH
 
@@ -92,6 +109,10 @@ CONFIGS = [
     ({"norm_topk_prob": False}, "config.json: norm_topk_prob: must be True, not False"),
     ({"indexer_kv_heads": 2}, "config.json: indexer_kv_heads: must be 1, not 2"),
     ({"output_gate_type": "silu"}, "config.json: output_gate_type: silu where flash-next-tiny has sigmoid"),
+    ({"eos_token_id": 258}, "config.json: eos_token_id: 258 where flash-next-tiny has 256"),
+    ({"eos_token_id": None}, "config.json: eos_token_id: missing key"),
+    ({"eos_token_id": []}, "config.json: eos_token_id: must be a token id or a list of them, not []"),
+    ({"eos_token_id": 320}, "config.json: eos_token_id: 320 is not in the vocabulary of 320"),
     ({"heads_per_ngram": 3}, "config.json: ple_embed_dim: 128 features do not divide over 6 heads"),
 ]
 
@@ -100,6 +121,23 @@ CONFIGS = [
 def test_a_config_that_disagrees_is_refused_by_key(flash, changes, says):
     edit_config(flash, **changes)
     assert refusal(flash) == says
+
+
+@pytest.mark.parametrize("ends", [256, [256], [256, 258]])
+def test_the_end_of_a_text_is_the_config_s_whatever_ends_a_reply(flash, ends):
+    """The hash of n-grams is trained with config.json's; a generation config lists what ends a reply, in an order of its own."""
+    edit_config(flash, eos_token_id=ends)
+    (flash / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    found = spec_of_folder(flash)
+    assert (found.ngrams, found.tokens.end) == (FLASH.ngrams, (258, 256))
+
+
+def test_a_written_config_has_the_end_of_a_text_first(tmp_path):
+    """Whatever order a layout lists the ends of replies in."""
+    turned = replace(FLASH, tokens=replace(FLASH.tokens, end=(258, 256)))
+    folder = make_checkpoint(turned, tmp_path / "turned")
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [256, 258]
+    assert spec_of_folder(folder).ngrams == FLASH.ngrams
 
 
 def test_a_checkpoint_of_another_family_is_refused(flash):
@@ -119,3 +157,15 @@ def test_tensors_of_another_shape_or_type_are_refused(flash):
     assert refusal(flash).endswith("ngram_heads_offsets: type F32 where I64 is needed")
     edit_tensor(whole, "model.layers.0.mlp.gate.weight", load_file(whole / "model.safetensors")["lm_head.weight"])
     assert refusal(whole).endswith("mlp.gate.weight: shape [320, 128] where flash-next-tiny has [8, 128]")
+
+
+def test_norms_that_hold_their_gains_are_refused(flash):
+    """A conversion that stores 1 + w, which would be taken as a gain of 2 + w."""
+    path, family = flash / "model.safetensors", [t for t in FLASH.tensors() if t.gain == "one_plus"]
+    tensors = load_file(path)
+    one = np.ones((), tensors[family[0].name].dtype)
+    save_file(tensors | {t.name: tensors[t.name] + one for t in family}, path, metadata={"format": "pt"})
+    assert refusal(flash) == (
+        "model.hyper_connection_mixer.hc_norm.weight: 1.00 on average, as the other norms of streams: they hold gains, and "
+        "qwen4_exp stores gains less 1; subtract 1 from every norm's weight except linear_attn.norm's"
+    )

@@ -333,6 +333,7 @@ def test_a_short_prompt_of_the_tiny_model_is_sparse():
         ("streams: 4", "streams: 3", "hyper.streams: must be even and above 0, not 3"),
         ("layer: 1,", "layer: 8,", "ngrams.layer: 8 is none of the 8 layers"),
         ("width: 128,", "width: 120,", "ngrams.width: 120 features do not divide over 16 heads"),
+        ("end: 256,", "end: 320,", "ngrams.end: 320 is not in the vocabulary of 320"),
         ("parts: 4", "parts: 3", "ngrams.divisor: tables of multiples of 128 rows do not divide over 3 parts"),
         ("gate: sigmoid", "gate: relu", 'gated_delta_net.gate: "relu" is unknown; use silu or sigmoid'),
     ],

@@ -64,8 +64,10 @@ _FAMILY_KEYS = {
 }
 # A list of layers that counts from 1, for ngrams.layer.
 _NGRAM_LAYERS = "ple_layer_ids"
+# Of a text: the model's own end is the first here; a generation_config.json may say other ends of replies.
+_END = "eos_token_id"
 # Kinds of layers as files name them, where we have other names.
-_KINDS = {"deepseek_sparse_attention": FULL_ATTENTION, "hybrid_indexed": FULL_ATTENTION}
+_KINDS = dict.fromkeys(("deepseek_sparse_attention", "hybrid_indexed", "indexed_attention"), FULL_ATTENTION)
 _FACTOR = "rope_parameters.partial_rotary_factor"
 _MTP = "mtp_num_hidden_layers"
 # Keys that the family fixes, with their value; absent means this value.
@@ -104,7 +106,7 @@ def keys_of(family: str) -> dict[str, str]:
 def names_of(family: str) -> dict[str, str]:
     """Field -> key; of fields that a key gives in another form, too."""
     other = {"rope.dims": _FACTOR, "mtp.layers": _MTP} | (
-        {"ngrams.layer": _NGRAM_LAYERS} if family == "qwen4_exp" else {}
+        {"ngrams.layer": _NGRAM_LAYERS, "ngrams.end": _END} if family == "qwen4_exp" else {}
     )
     return {field: key for key, field in keys_of(family).items()} | other
 
@@ -113,7 +115,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     """config.json of a checkpoint with this layout, as the Hugging Face text model of the family writes it."""
     model_type, architecture = _ARCHITECTURES[spec.family]
     config: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
-    config |= {"use_cache": True, "bos_token_id": None, "pad_token_id": None, "eos_token_id": list(spec.tokens.end)}
+    config |= {"use_cache": True, "bos_token_id": None, "pad_token_id": None, _END: _ends(spec)}
     for key, value in (_FIXED | _FAMILY_FIXED[spec.family]).items():
         _put(config, key, value)
     for key, field in keys_of(spec.family).items():
@@ -152,6 +154,7 @@ def _spec_of(folder: Path, mtp_layers: int) -> ModelSpec:
         _put(data, field, config.require(key))
     if family == "qwen4_exp":
         _put(data, "ngrams.layer", _ngram_layer(config, where))
+        _put(data, "ngrams.end", _ngram_end(config, where))
     _put(data, "attention.output_gate", True)
     _put(data, "rope.dims", _rotary_dims(config, where))
     _put(data, "mtp.layers", config.get(_MTP, mtp_layers))
@@ -226,10 +229,24 @@ def _ngram_layer(config: _Config, where: Where) -> int:
     return layers[0] - 1
 
 
+def _ngram_end(config: _Config, where: Where) -> int:
+    ends = config.require(_END)
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    if type(first) is not int:
+        raise where.error("ngrams.end", f"must be a token id or a list of them, not {ends!r}")
+    return first
+
+
+def _ends(spec: ModelSpec) -> list[int]:
+    """The ids that end a reply, behind the one that ends a text for the n-gram branch."""
+    ends = list(spec.tokens.end)
+    return ends if spec.ngrams is None else [spec.ngrams.end, *(end for end in ends if end != spec.ngrams.end)]
+
+
 def _tokens(folder: Path, config: _Config) -> dict[str, Any]:
     generation = folder / "generation_config.json"
-    end = _Config(load_json(generation)).get("eos_token_id") if generation.exists() else None
-    end = config.get("eos_token_id") if end is None else end
+    end = _Config(load_json(generation)).get(_END) if generation.exists() else None
+    end = config.get(_END) if end is None else end
     text = "tokenizer" if (folder / "tokenizer.json").exists() else "bytes"
     return {"text": text, "end": [] if end is None else end if isinstance(end, list) else [end]}
 

@@ -16,6 +16,8 @@ from refengine.registry.family import Family, load_family
 
 WITHOUT_MTP = "--drafts ngram or none"
 """What runs without an MTP head."""
+CENTRED = 0.5
+"""Norm weights of a smaller mean are taken as gains less 1, of a larger one as gains."""
 
 
 class Checkpoint:
@@ -87,6 +89,7 @@ def open_checkpoint(folder: str | Path, spec: ModelSpec) -> Checkpoint:
     _check_tensors(stored, tensors, spec)
     checkpoint = Checkpoint(folder, spec, (*tensors, *spec.mtp_tensors()), stored)
     _check_hash(checkpoint, tensors)
+    _check_centred(checkpoint, tensors)
     return checkpoint
 
 
@@ -124,6 +127,24 @@ def _check_hash(checkpoint: Checkpoint, tensors: tuple[Tensor, ...]) -> None:
             raise UserError(
                 f"{tensor.name}: holds other numbers than the seed and sizes of {checkpoint.spec.name} make"
             )
+
+
+def _check_centred(checkpoint: Checkpoint, tensors: tuple[Tensor, ...]) -> None:
+    """Refuse a conversion of a model with hyper-connections whose norms hold their gains, not what they add to 1.
+
+    The norms of streams tell: trained ones stay near a gain of 1.
+    """
+    if checkpoint.spec.hyper is None:
+        return
+    norms = [
+        tensor for tensor in tensors if tensor.gain == "one_plus" and tensor.shape == (checkpoint.spec.stream_width,)
+    ]
+    mean = float(np.median([checkpoint.tensor(norm.name).astype(np.float32).mean() for norm in norms]))
+    if mean > CENTRED:
+        raise UserError(
+            f"{norms[0].name}: {mean:.2f} on average, as the other norms of streams: they hold gains, and "
+            f"{checkpoint.spec.family} stores gains less 1; subtract 1 from every norm's weight except linear_attn.norm's"
+        )
 
 
 def _ignored(name: str, family: Family) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from refengine.registry import ModelSpec, Tensor
 
-VERSION = 1
+VERSION = 2
 """Changes whenever any value changes; part of a cached checkpoint's key."""
 
 _CHUNK = 1 << 20
@@ -28,7 +28,9 @@ _BRANCHES = 1.5
 _MTP_BRANCHES = 0.1
 # The MTP head's matrices that carry the embedding.
 _CARRYING = ("fc", "fc_embedding")
-# Their standard deviation beside the ones that carry the embedding, times the root of its width.
+# The one that brings the model's state beside it, where it is a matrix of its own.
+_BESIDE = "fc_hidden"
+# Their standard deviation beside the ones that carry the embedding, times the root of their width.
 _MTP_MIXING = 0.1
 # Root mean square of the input of each output projection, for inputs of order one.
 _BRANCH_INPUT = {"o_proj": 0.3, "out_proj": 0.6, "down_proj": 0.6, "experts_down": 0.6}
@@ -79,7 +81,7 @@ def distribution(tensor: Tensor, spec: ModelSpec) -> tuple[float, float]:
         return 0.0, _LOGITS / fan_in if spec.tied_head else 1.0
     if tensor.role == "lm_head":
         return 0.0, _LOGITS / fan_in
-    if tensor.role in _CARRYING:
+    if tensor.role in (*_CARRYING, _BESIDE):
         return 0.0, _MTP_MIXING / fan_in
     if tensor.role in _BRANCH_INPUT:
         total, layers = branches(tensor, spec)

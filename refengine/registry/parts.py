@@ -89,7 +89,7 @@ class Ngrams:
     """The n-gram branch before layer `layer`: `heads` rows for each length from 2 to `size` tokens make `width` features.
 
     No head's table has fewer than `base` rows, all together have a multiple of `divisor`, in `parts` tensors; `seed` makes the
-    hash. A causal conv over `conv_width` rows, `size` apart, follows.
+    hash; the token `end` ends a text for it. A causal conv over `conv_width` rows, `size` apart, follows.
     """
 
     layer: int
@@ -100,6 +100,7 @@ class Ngrams:
     divisor: int
     parts: int
     seed: int
+    end: int
     conv_width: int
 
     @property

@@ -122,6 +122,8 @@ def _ngram_rules(spec: ModelSpec, ngrams: Ngrams) -> Iterator[Rule]:
     yield "ngrams.width", _divides(ngrams.all_heads, ngrams.width), heads
     parts = f"tables of multiples of {ngrams.divisor} rows do not divide over {ngrams.parts} parts"
     yield "ngrams.divisor", _divides(ngrams.parts, ngrams.divisor), parts
+    within = f"{ngrams.end} is not in the vocabulary of {spec.vocabulary}"
+    yield "ngrams.end", 0 <= ngrams.end < spec.vocabulary, within
     yield "ngrams.conv_width", ngrams.conv_width > 1, f"must be 2 or more, not {ngrams.conv_width}"
 
 

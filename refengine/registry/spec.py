@@ -70,6 +70,11 @@ class ModelSpec:
         return tuple(range(self.layers, self.layers + self.mtp.layers))
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts may branch: a row of sparse attention sees all rows before it, so its drafts are chains."""
+        return self.indexer is None
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one stream's recurrent state: fp32 (value_dim, key_dim) a value head, bf16 rows of conv history.
 
