@@ -29,7 +29,9 @@ class CacheShape:
     attention_layers, linear_layers: layer numbers. heads, kv_heads, head_dim: of full attention. value_heads, value_dim,
     key_dim: of the recurrent state [value_heads, value_dim, key_dim] float32. conv_channels, conv_rows: of the convolution's
     history [conv_rows, conv_channels] bf16. index_dim: of the keys of each attention layer's sparse indexer, bf16, one head (0:
-    it has none); index_ratio: positions a block, whose keys are pooled to one.
+    it has none); index_ratio: positions a block, whose keys are pooled to one; index_heads: of its queries; index_budget: blocks
+    that a sparse row reads. ngram_tokens, ngram_rows, ngram_channels: of the
+    n-gram branch, whose last tokens [ngram_tokens] int32 and rows [ngram_rows, ngram_channels] bf16 a stream keeps (0: none).
     """
 
     attention_layers: tuple[int, ...]
@@ -44,6 +46,11 @@ class CacheShape:
     conv_rows: int
     index_dim: int = 0
     index_ratio: int = 4
+    index_heads: int = 0
+    index_budget: int = 0
+    ngram_tokens: int = 0
+    ngram_rows: int = 0
+    ngram_channels: int = 0
 
     def plane_words(self, positions: int, kv: str = "bf16") -> int:
         """Words of one layer's K (or V) for a page of ``positions``; kv: "bf16" or "fp8"."""
@@ -77,7 +84,7 @@ class CacheShape:
         """Raise ValueError for a page that would cut a block of the indexer in two."""
         if self.index_dim and positions % self.index_ratio:
             raise ValueError(
-                f"page_size {positions}: the sparse indexer pools blocks of {self.index_ratio} positions; take a multiple of "
+                f"pages of {positions} positions would cut the sparse indexer's blocks of {self.index_ratio}; take a multiple of "
                 f"{self.index_ratio}"
             )
 
@@ -92,9 +99,14 @@ class CacheShape:
         return aligned(-(-self.conv_rows * self.conv_channels // 2))
 
     @property
+    def tail_words(self) -> int:
+        """Words of the n-gram branch's rows."""
+        return aligned(-(-self.ngram_rows * self.ngram_channels // 2))
+
+    @property
     def run_words(self) -> int:
-        """Words of a stream's run: each linear layer's state, then its history."""
-        return len(self.linear_layers) * (self.state_words + self.history_words)
+        """Words of a stream's run: each linear layer's state, then its history; the n-gram branch's tokens, then its rows."""
+        return self.tails_offset + self.tail_words
 
     def state_offset(self, layer: int) -> int:
         """Word of a run at which a layer's state starts."""
@@ -104,9 +116,20 @@ class CacheShape:
         """Word of a run at which a layer's history starts."""
         return self.state_offset(layer) + self.state_words
 
+    @property
+    def tokens_offset(self) -> int:
+        """Word of a run at which the n-gram branch's tokens start."""
+        return len(self.linear_layers) * (self.state_words + self.history_words)
+
+    @property
+    def tails_offset(self) -> int:
+        """Word of a run at which the n-gram branch's rows start."""
+        return self.tokens_offset + aligned(self.ngram_tokens)
+
 
 def part_words(shape: CacheShape, runs: int, cache_words: int, rows: int) -> dict[str, int]:
-    """Words of each part of an arena, in order."""
+    """Words of each part of an arena, in order. Sparse attention has no record: its rows are stored before any attends."""
+    rows = 0 if shape.index_dim else rows
     return {
         "cache": aligned(cache_words),
         "runs": runs * shape.run_words,
@@ -122,7 +145,7 @@ class Arena:
     """
 
     def __init__(self, shape: CacheShape, runs: int, cache_words: int, rows: int, xp: Any = np):
-        self.shape, self.rows = shape, rows
+        self.shape, self.rows = shape, 0 if shape.index_dim else rows
         sizes = part_words(shape, runs, cache_words, rows)
         self.starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self.words = xp.full(sum(sizes.values()), POISON, dtype=np.uint32)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from backends.batch import PROMPT, Batch
+from backends.sparse import SparsePass, plan_sparse_pass
 from backends.stream import SCALAR_BATCH, TILES
 from kernels_numba.decode_attention import decode_attention
 from kernels_numba.decode_plan import DecodePlan, plan_decode
@@ -30,8 +31,10 @@ def takes_scalar(attention: str, phase: str, table: np.ndarray) -> bool:
     return attention != TILES and holds_pages and (phase != PROMPT or attention == SCALAR_BATCH)
 
 
-def plan_pass(backend: Backend, phase: str, table: np.ndarray) -> DecodePlan | ScalarPlan | None:
+def plan_pass(backend: Backend, phase: str, table: np.ndarray) -> DecodePlan | ScalarPlan | SparsePass | None:
     """How the attention of a pass is cut; None: prompt_attention, which needs no plan."""
+    if backend.shape.index_dim:
+        return plan_sparse_pass(backend, table)
     heads = backend.shape.heads, backend.shape.kv_heads, backend.shape.head_dim
     if takes_scalar(backend.sizes.attention, phase, table):
         return plan_scalar(table, *heads, own="cache" if phase == PROMPT else "record")

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
+from backends import sparse
 from backends.arena import Arena, CacheShape, part_words
 from backends.attention import attend, plan_pass
 from backends.batch import DECODE, PROMPT, Batch, Norms
@@ -24,7 +25,8 @@ from backends.kept import Kept, check_between_passes, restore, save, save_prefix
 from backends.layout import Layout
 from backends.pool import PoolBroken
 from backends.prefix import Prefix
-from backends.stream import BackendError, NoRoom, Sizes, Stream
+from backends.sparse import SparseNorms
+from backends.stream import TILES, BackendError, NoRoom, Sizes, Stream
 from kernels_numba import decode_plan, keep, rope_store
 from kernels_numba.decode_attention import TILE
 from kernels_numba.scalar_plan import pass_tables
@@ -56,6 +58,7 @@ __all__ = [
     "Kept",
     "Norms",
     "Sizes",
+    "SparseNorms",
     "Stream",
     "backend_class",
     "backend_names",
@@ -103,6 +106,10 @@ class Backend(ABC):
                 shape.check_page(self.positions)
         except ValueError as refusal:
             raise BackendError(f"{self.name}: {refusal}") from refusal
+        if shape.index_dim and self.sizes.attention != TILES:
+            raise BackendError(
+                f"{self.name}: attention {self.sizes.attention!r}: sparse attention has one path; use {TILES!r}"
+            )
         page, layout = self.positions, self.layout
         if layout.page not in (None, page):
             raise BackendError(f"{self.name}: pages of {page} positions, its layout {layout.name} has {layout.page}")
@@ -298,6 +305,17 @@ class Backend(ABC):
         dims, rows = (shape.value_heads, shape.value_dim, shape.key_dim), (shape.conv_rows, shape.conv_channels)
         return states[base:][: prod(dims)].reshape(dims), histories[2 * base :][: prod(rows)].reshape(rows)
 
+    def ngram_state(self) -> tuple[Any, Any]:
+        """The arena from the n-gram branch's place in a run on: tokens int32 [words], tails bf16 [2 · words]."""
+        words, shape = self.arena.words, self.shape
+        return words[shape.tokens_offset :].view(np.int32), words[shape.tails_offset :].view(BF16)
+
+    def ngrams_at(self, base: int) -> tuple[Any, Any]:
+        """(tokens int32 [tokens], tails bf16 [rows, channels]) of the n-gram branch in the run that starts at a word."""
+        shape, (tokens, tails) = self.shape, self.ngram_state()
+        dims = (shape.ngram_rows, shape.ngram_channels)
+        return tokens[base:][: shape.ngram_tokens], tails[2 * base :][: prod(dims)].reshape(dims)
+
     def stream_row(self, stream: Stream, first: int, rows: int) -> list[int]:
         """The stream's row of the stream table; the planes are layer_tables' to add."""
         row = [0] * COLUMNS
@@ -370,6 +388,10 @@ class Backend(ABC):
             decode_plan.check_parents(parents)
         except ValueError as refusal:
             raise BackendError(f"{self.name}: {refusal}") from refusal
+        if self.shape.index_dim and any(list(p) != list(range(-1, len(p) - 1)) for p in parents):
+            raise BackendError(
+                f"{self.name}: parents: rows of sparse attention see all before them; draft chains, no trees"
+            )
 
     def check_current(self, batch: Batch) -> None:
         """Raise BackendError unless the batch is the pass that this backend is in."""
@@ -406,6 +428,25 @@ class Backend(ABC):
         """linear_layer, for a pass; batch.runs says where the batch's runs start. Raises as check_current does."""
         self.check_current(batch)
         return self.linear_layer(layer)
+
+    def ngram_states(self, batch: Batch) -> tuple[Any, Any]:
+        """ngram_state, for a pass, as layer_states. Raises as check_current does."""
+        self.check_current(batch)
+        return self.ngram_state()
+
+    def store_sparse(self, layer: int, projection: Any, norms: SparseNorms, rope: Any, batch: Batch) -> tuple[Any, Any]:
+        """As store, for a layer with an indexer; decode rows go to the cache, too, and whole blocks of index keys are pooled.
+
+        projection: bf16 [W, (2·H + 2·HK)·D + (IH + 1)·DI], rows [H × (query | gate) | keys | values | IH index queries | index
+        key]. Returns (q bf16 [W, H, D], index_q bf16 [W, IH, DI]). Raises as check_current does. Spec flash-next.
+        """
+        self.check_current(batch)
+        return sparse.store(self, layer, projection, norms, rope, batch)
+
+    def attend_sparse(self, layer: int, q: Any, index_q: Any, batch: Batch) -> Any:
+        """As attend, each row to the keys that its index queries choose: bf16 [W, H, D]. Raises as check_current does."""
+        self.check_current(batch)
+        return sparse.attend(self, layer, q, index_q, batch)
 
     def store(self, layer: int, qkv: Any, norms: Norms, rope: Any, batch: Batch) -> Any:
         """Norm and rotate q and k; keys and values go to the cache (prompt) or to the window record (decode).
@@ -463,11 +504,11 @@ class Backend(ABC):
         """
         self.check_current(batch)
         kept = self.kept_rows(batch, accepted)
-        if batch.linear:
+        if batch.held:
             raise BackendError(
                 f"{self.name}: drafts: recurrent layers wait for the accepted rows; finish through the model"
             )
-        if batch.phase == DECODE:
+        if batch.phase == DECODE and not self.shape.index_dim:
             last, counts = (self.xp.asarray(a) for a in batch.ends(kept))
             most = max(map(len, kept), default=0)
             for layer in self.shape.attention_layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,19 @@ from backends.stream import Stream
 from kernels_numba.streams import FIRST, ROWS
 
 PROMPT, DECODE = "prompt", "decode"
+
+
+@dataclass(frozen=True, eq=False)
+class Path:
+    """The rows of each stream that a drafted pass keeps, on the device.
+
+    last: int32 [S], the launch row up to whose path they are kept; count: int32 [S], how many. streams: int64 [S, 13], the stream
+    table of the pass with as many rows as are kept; they are the first ones where drafts are chains.
+    """
+
+    last: Any
+    count: Any
+    streams: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +46,8 @@ class Batch:
     [W, 128], which of them.
     plan and scratch: how the attention is cut; None where prompt_attention takes the rows.
     drafted: the rows are drafts, of which ``finish`` keeps what it is told; parents: of each stream's rows then, and schedule,
-    the order in which the recurrent layers take them. linear: what a drafted pass holds of each linear layer until then.
+    the order in which the recurrent layers take them. held: by name, how each recurrent part of the model takes the kept rows
+    of a drafted pass.
     """
 
     phase: str
@@ -48,7 +62,7 @@ class Batch:
     scratch: Any = None
     parents: tuple[tuple[int, ...], ...] | None = None
     schedule: Any = None
-    linear: dict[int, Any] = field(default_factory=dict)
+    held: dict[int | str, Callable[[Path], None]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -62,6 +76,13 @@ class Batch:
         """(last int32 [S], kept int32 [S]): the row of the launch whose path is kept, and how many rows it has."""
         last = [first + (path[-1] if path else 0) for first, path in zip(self.table[:, FIRST], kept)]
         return np.array(last, np.int32), np.array([len(path) for path in kept], np.int32)
+
+    def kept_path(self, kept: Sequence[Sequence[int]], xp: Any) -> Path:
+        """What a drafted pass keeps, as arrays of xp."""
+        last, count = self.ends(kept)
+        table = self.table.copy()
+        table[:, ROWS] = count
+        return Path(*map(xp.asarray, (last, count, table)))
 
     def path(self, stream: int, row: int) -> list[int]:
         """Window rows from the root to ``row`` of a stream's window; -1: none."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from backends.base import Backend
     from backends.prefix import Prefix
 
-ARRAYS = (ROWS, EXPONENTS, "states", "histories", INDEX, POOLED)
+ARRAYS = (ROWS, EXPONENTS, "states", "histories", INDEX, POOLED, "tokens", "tails")
 """Of a kept state; not each has all."""
 Axes = dict[str, int]
 """The axes of an array in order, and their lengths."""
@@ -48,7 +48,8 @@ class Kept:
     rows: uint32 [attention layers, K and V, KV heads, positions, row words], bf16 pairs or four e4m3 codes a word. exponents:
     int8 [attention layers, K and V, KV heads, positions] of an fp8 cache, else None. states: float32 [linear layers, HV, DV,
     DK]. histories: bf16 [linear layers, conv rows, C]. index: bf16 [attention layers, positions, DI], raw keys of a sparse
-    indexer, and pooled: bf16 [attention layers, whole blocks, DI], else None. C-contiguous; layers in the model's order.
+    indexer, and pooled: bf16 [attention layers, whole blocks, DI], else None. tokens: int32 [tokens], id + 1 of the n-gram
+    branch's last ones, and tails: bf16 [rows, channels], else None. C-contiguous; layers in the model's order.
     """
 
     positions: int
@@ -60,6 +61,8 @@ class Kept:
     histories: NDArray[Any]
     index: NDArray[Any] | None = None
     pooled: NDArray[Any] | None = None
+    tokens: NDArray[np.int32] | None = None
+    tails: NDArray[Any] | None = None
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -97,12 +100,17 @@ def kept_axes(shape: CacheShape, kv: str, positions: int) -> dict[str, tuple[np.
         "index": (bf16, {**layers, "positions": positions, **dims}),
         "pooled": (bf16, {**layers, "blocks": shape.blocks(positions), **dims}),
     }
+    ngrams = {
+        "tokens": (np.dtype(np.int32), {"tokens": shape.ngram_tokens}),
+        "tails": (bf16, {"rows": shape.ngram_rows, "channels": shape.ngram_channels}),
+    }
     return {
         "rows": (np.dtype(np.uint32), cached | {"words a row": row_words(shape.head_dim, kv)}),
         **({"exponents": (np.dtype(np.int8), cached)} if kv == "fp8" else {}),
         "states": (np.dtype(np.float32), {"linear layers": linear, **heads}),
         "histories": (bf16, {"linear layers": linear, "rows": shape.conv_rows, "channels": shape.conv_channels}),
         **(indexer if shape.index_dim else {}),
+        **(ngrams if shape.ngram_tokens else {}),
     }
 
 
@@ -139,12 +147,13 @@ def copied(backend: Backend, positions: int, prompted: int, place: Place, run: i
     sizes = {name: (tuple(axes.values()), dtype) for name, (dtype, axes) in kept_axes(shape, kv, positions).items()}
     cached = {part.name: backend.xp.empty(*sizes[part.name]) for part in parts(shape, kv)}
     out_of_cache(backend, place, positions, cached)
-    states, histories = np.empty(*sizes["states"]), np.empty(*sizes["histories"])
-    for n, layer in enumerate(shape.linear_layers):
-        states[n], histories[n] = map(on_host, backend.state_at(run, layer))
     found = {name: on_host(array) for name, array in cached.items()}
-    indexer = found.get(INDEX), found.get(POOLED)
-    return Kept(positions, prompted, kv, found[ROWS], found.get(EXPONENTS), states, histories, *indexer)
+    found |= {name: np.empty(*sizes[name]) for name in ("states", "histories")}
+    for n, layer in enumerate(shape.linear_layers):
+        found["states"][n], found["histories"][n] = map(on_host, backend.state_at(run, layer))
+    if shape.ngram_tokens:
+        found["tokens"], found["tails"] = (on_host(array).copy() for array in backend.ngrams_at(run))
+    return Kept(positions, prompted, kv, **{name: found.get(name) for name in ARRAYS})  # type: ignore[arg-type]
 
 
 def restore(backend: Backend, kept: Kept, stream: Stream) -> None:
@@ -169,6 +178,11 @@ def restore(backend: Backend, kept: Kept, stream: Stream) -> None:
     for n, layer in enumerate(backend.shape.linear_layers):
         for memory, array in zip(stream.state(layer), (kept.states[n], kept.histories[n]), strict=True):
             memory[:] = backend.xp.asarray(array)
+    if backend.shape.ngram_tokens:
+        for memory, kept_array in zip(
+            backend.ngrams_at(backend.run_base(stream)), (kept.tokens, kept.tails), strict=True
+        ):
+            memory[:] = backend.xp.asarray(kept_array)
     stream.committed, stream.prompted = kept.positions, kept.prompted
 
 

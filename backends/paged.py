@@ -29,7 +29,7 @@ class PagedBackend(Backend):
     def __init__(self, shape: CacheShape, sizes: Sizes, xp: Any = np, arena: type[Arena] = Arena):
         sizes.check(self.name)
         count, self.run_pages = self.pool_pages(shape, sizes), self.pages_a_run(shape, sizes)
-        self.pool = PagePool(count, pool_order(count, self.low_pages(count, sizes), sizes.shuffle))
+        self.pool = PagePool(count, pool_order(count, self.low_pages(count, sizes), sizes.shuffle, sizes.reverse))
         self.prefixes: list[Prefix] = []
         super().__init__(shape, sizes, xp, arena)
 
@@ -233,9 +233,13 @@ def claim_of(stream: Stream) -> Any:
     return stream.claim
 
 
-def pool_order(pages: int, shuffled: int, shuffle: int | None) -> list[int]:
-    """The order in which pages are handed out: the lowest ``shuffled`` as the seed says, the others behind them."""
-    return [*page_order(shuffled, shuffle), *range(shuffled, pages)]
+def pool_order(pages: int, shuffled: int, shuffle: int | None, reverse: bool = False) -> list[int]:
+    """The order in which pages are handed out: the lowest ``shuffled`` as the seed says, the others behind them.
+
+    reverse: those of the seed backwards.
+    """
+    order = page_order(shuffled, shuffle)
+    return [*(order[::-1] if reverse else order), *range(shuffled, pages)]
 
 
 def page_order(pages: int, shuffle: int | None) -> list[int]:

@@ -89,7 +89,7 @@ class Sizes:
     choose. window_rows: rows of one stream's decode pass, at most. spare_pages: pages beyond what the streams can need.
     shuffle: seed of an order of the pages in which they are handed out (None: lowest first). kv: "bf16" or "fp8", what a
     cache row is made of. attention: one of ATTENTION. pool: pages in all, the streams' runs among them (None: as many as the
-    streams can need together, and the spare ones).
+    streams can need together, and the spare ones). reverse: hand the pages out in that order backwards.
     """
 
     context: int
@@ -101,6 +101,7 @@ class Sizes:
     kv: str = "bf16"
     attention: str = TILES
     pool: int | None = None
+    reverse: bool = False
 
     def check(self, name: str) -> None:
         """Raise BackendError for sizes that make no sense."""

@@ -100,13 +100,15 @@ def expert_matmul(out: Any, x: Any, weight: Any, order: Any, tiles: Any, stream:
     [E, features, K], K a multiple of 16; order, tiles: as ``group`` makes them. Raises KernelError for other shapes.
     """
     (slots, features), (rows, k), (count, _, _) = out.shape, x.shape, weight.shape
-    if weight.shape != (count, features, k) or k % K_STEP or features % 2 or slots % rows or order.shape != (slots,):
+    share = slots // rows if rows else 1
+    whole = slots == rows * share and order.shape == (slots,)
+    if weight.shape != (count, features, k) or k % K_STEP or features % 2 or not whole:
         raise KernelError(
             f"expert_matmul: out {out.shape}, x {x.shape}, weight {weight.shape}: wants [rows·n, features], [rows, K] and "
             f"[E, features, K], K a multiple of {K_STEP}, features even"
         )
     wide, slab = (1, 8) if tile_slots(slots, count) == NARROW else (WIDE // 8, 4)
-    bound = expert_matmul_kernel.at(FEATURES=features, SHARE=slots // rows, TILES=wide, SLAB=slab)
+    bound = expert_matmul_kernel.at(FEATURES=features, SHARE=share, TILES=wide, SLAB=slab)
     grid = (-(-features // BLOCK_FEATURES), tiles.shape[0])
     bound[grid, THREADS, stream](out, x, weight.reshape(count * features, k), order, tiles)
 

@@ -30,7 +30,7 @@ from refengine.contract.workbench import NAN, Workbench
 
 BF16 = ml_dtypes.bfloat16
 H, HK, D, IH, DI, ROPE, EPS = 4, 2, 64, 2, 64, 16, 1e-6
-SHAPE = CacheShape((0,), (), H, HK, D, 0, 0, 0, 0, 0, index_dim=DI)
+SHAPE = CacheShape((0,), (), H, HK, D, 0, 0, 0, 0, 0, index_dim=DI, index_heads=IH, index_budget=8)
 CONTEXT = 64
 HEADS = (2 * H + 2 * HK) * D
 GAINS = [np.linspace(0.5, most, n, dtype=np.float32) for most, n in ((1.5, D), (2.5, D), (3.5, DI))]

@@ -29,7 +29,7 @@ from kernels_numba.streams import (
 from refengine.serve import kept_files
 
 PLAIN = CacheShape((1, 3), (0,), 4, 2, 64, 3, 8, 16, 40, 3)
-SHAPE = replace(PLAIN, index_dim=64)
+SHAPE = replace(PLAIN, index_dim=64, index_heads=2, index_budget=8)
 CONTEXT, POSITIONS, BLOCKS = 302, 271, 67
 PAGES = (4, 16, 48, 128, 256, 512)
 FORMS = [("window", 0), *(("paged", size) for size in PAGES), ("paged-p256", 0), ("mixed", 0), ("mixed", 48)]
@@ -132,7 +132,7 @@ def test_every_layer_of_the_stream_table_has_its_planes():
 @pytest.mark.parametrize("name", ("paged", "mixed"))
 @pytest.mark.parametrize("size", (1, 2, 6, 47, 258))
 def test_a_page_that_cuts_a_block_is_refused_by_name(name, size):
-    with pytest.raises(BackendError, match=f"^{name}: page_size {size}: .* take a multiple of 4$"):
+    with pytest.raises(BackendError, match=f"^{name}: pages of {size} positions would cut .* take a multiple of 4$"):
         backend_class(name)(SHAPE, Sizes(CONTEXT, 2, size))
     backend_class(name)(PLAIN, Sizes(CONTEXT, 2, size))
     backend_class(name)(replace(SHAPE, index_ratio=size), Sizes(CONTEXT, 2, size))

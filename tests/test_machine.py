@@ -19,6 +19,7 @@ from kernels_numba.machine import (
     shfl_xor,
     uint32,
 )
+from kernels_numba.machine.modes import watched
 
 BLOCKS, THREADS = 3, 64
 
@@ -294,6 +295,22 @@ def test_compile_time_arguments_are_named():
         everything.at(K=4)
     with pytest.raises(KernelError, match="no compile-time argument D"):
         everything.at(K=4, doubled=True, D=1)
+
+
+def test_what_watches_launches_sees_each_as_it_left_its_arrays():
+    seen = []
+    x, out = np.full(1, 3, np.int32), np.zeros(1, np.int32)
+    with watched(lambda name, args: seen.append((name, {key: a.copy() for key, a in args.items()}))):
+        thrice[1, 32, None](out, x)
+    thrice[1, 32, None](out, x)
+    assert seen == [("thrice", {"out": [9], "x": [3]})]
+
+
+@kernel
+def thrice(out, x):
+    """Thread 0 alone."""
+    if cuda.threadIdx.x == 0:
+        out[0] = x[0] * 3
 
 
 def test_an_empty_grid_launches_nothing():

@@ -1,4 +1,5 @@
-"""How the CPU machine runs launches: plain, checked inside ``with checked():``, not at all inside ``recorded()``."""
+"""How the CPU machine runs launches: plain, checked inside ``with checked():``, not at all inside ``recorded()``; inside
+``watched()`` plain, and somebody sees what each was given and has left."""
 
 from __future__ import annotations
 
@@ -53,6 +54,21 @@ class Checked:
     def watch(self, program: Program, grid: Grid, threads: int, shared: int, args: tuple, block: Grid | None) -> None:
         watched = type("Watched", (CheckedLaunch,), {"counters": self.counters})
         cpu.run(program, cpu.stepped(program), grid, threads, shared, args, watched, block)
+
+
+class Watched(Plain):
+    """Plain; ``see`` is called after each launch with the kernel's name and its arguments by name."""
+
+    def __init__(self, see: Callable[[str, dict[str, Any]], None]):
+        self.see = see
+
+    def run(self, program: Program, grid: Grid, threads: int, shared_bytes: int, args: tuple) -> None:
+        super().run(program, grid, threads, shared_bytes, args)
+        self.beside_gpu(program, grid, threads, shared_bytes, args)
+
+    def beside_gpu(self, program: Program, grid: Grid, threads: int, shared_bytes: int, args: tuple) -> None:
+        """After a launch on a GPU: seen."""
+        self.see(program.name, dict(zip(program.params, args, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -114,3 +130,8 @@ def checked(sample: Callable[[Grid], Grid | None] | None = None) -> AbstractCont
 def recorded() -> AbstractContextManager[Recording]:
     """Launches on the CPU machine inside ``with recorded():`` are noted and do not run: no array changes."""
     return _within(Recording())
+
+
+def watched(see: Callable[[str, dict[str, Any]], None]) -> AbstractContextManager[Watched]:
+    """Inside ``with watched(see):`` each launch is followed by ``see(kernel's name, its arguments by name)``."""
+    return _within(Watched(see))

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors import numpy as safetensors
 
-from backends.kept import Kept
+from backends.kept import ARRAYS, Kept
 from kernels_numba.fp8 import KV_TYPES
 from refengine.errors import UserError
 
@@ -32,7 +33,14 @@ DAMAGED = ".damaged"
 ABOUT = ("format", "model", "fingerprint", "kv", "positions", "prompted")
 FIELD, DIGITS = b'"sha256":"', 64
 NO_DIGEST = "0" * DIGITS
-DTYPES = {"I64": np.int64, "U32": np.uint32, "I8": np.int8, "F32": np.float32, "BF16": ml_dtypes.bfloat16}
+DTYPES = {
+    "I64": np.int64,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I8": np.int8,
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+}
 """NumPy's types of tensors, by the file's."""
 LENGTH_BYTES = 8
 """Of the header's length, at the start of a safetensors file."""
@@ -182,9 +190,9 @@ def arrays(content: bytes) -> dict[str, np.ndarray]:
 def understood(about: dict[str, str], tensors: dict[str, np.ndarray]) -> tuple[list[int], Kept]:
     """(token ids, kept state). Raises ValueError or KeyError for what no state has; its shape is the backend's to check."""
     kv, positions, prompted, ids = about["kv"], int(about["positions"]), int(about["prompted"]), tensors.pop("ids")
-    rows, states, histories = (tensors.pop(name) for name in ("rows", "states", "histories"))
-    exponents, index, pooled = (tensors.pop(name, None) for name in ("exponents", "index", "pooled"))
-    kept = Kept(positions, prompted, kv, rows, exponents, states, histories, index, pooled)
+    named: dict[str, Any] = {name: tensors.pop(name) for name in ("rows", "states", "histories")}
+    named |= {name: tensors.pop(name, None) for name in ARRAYS if name not in named}
+    kept = Kept(positions, prompted, kv, **named)
     if not 0 <= prompted <= positions:
         raise ValueError(f"{positions} positions, {prompted} of them prompt")
     if kv not in KV_TYPES or ids.shape != (positions,) or tensors:
