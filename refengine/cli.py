@@ -83,6 +83,10 @@ def compare(
             help="Kernels: tiles; scalar-batch or scalar-decode send passes that hold pages to the scalar path."
         ),
     ] = "tiles",
+    page_order: Annotated[
+        str,
+        typer.Option(help="How pages are handed out: shuffled by --seed, or reversed, so that every table descends."),
+    ] = "shuffled",
 ) -> None:
     """Run a prompt and a decode through each backend and compare them, bit for bit.
 
@@ -95,7 +99,7 @@ def compare(
     names = tuple(n.strip() for n in backends.split(",") if n.strip())
     request = Request(
         model, names, page_size, prompt, prompt_tokens, tokens, parallel, prompt_rows, context, memory_gib, device, seed,
-        kv, attention,
+        kv, attention, page_order,
     )  # fmt: skip
     raise typer.Exit(run(request, json))
 

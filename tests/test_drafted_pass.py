@@ -135,3 +135,19 @@ def test_drafts_are_committed_once_and_through_the_model(model):
     before = run.streams[0].committed
     model.finish(run.backend, batch, [1])
     assert run.streams[0].committed == before + 2
+
+
+@pytest.mark.parametrize("over", ["replaced", "released"])
+def test_drafts_of_a_pass_that_is_over_touch_nothing(model, over):
+    """A released stream's place may be another's by now."""
+    run = started(model, "window")
+    batch, _ = drafted(run)
+    if over == "released":
+        run.streams[0].release()
+        run.backend.open()
+    else:
+        run.backend.batch(DECODE, [(run.streams[0], 1)])
+    before = run.backend.arena.words.tobytes()
+    with pytest.raises(BackendError, match="this batch is over"):
+        model.finish(run.backend, batch, [6, 2])
+    assert run.backend.arena.words.tobytes() == before

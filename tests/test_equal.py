@@ -121,7 +121,7 @@ def test_red_2_when_a_pass_takes_scalar_attention_for_all_its_rows(capsys):
 
 
 def test_red_4_when_the_recurrent_states_are_not_replayed(capsys, monkeypatch):
-    monkeypatch.setattr("refengine.model.qwen3_5.delta_trees.replay", lambda *_: None)
+    monkeypatch.setattr("refengine.model.blocks.delta_trees.replay", lambda *_: None)
     failures(capsys, "4", streams="1")
 
 
@@ -265,10 +265,10 @@ def test_the_verdict_counts_and_nothing_is_not_well():
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 4, 8])
 def test_every_drafter_has_a_stream(streams):
-    names = list(equalities.drafters(True))
+    names = list(equalities.drafters(True, True))
     turns = drafted_decodes(names, [transcript()] * streams)
     assert all(len(turn.drafters) == streams for turn in turns)
-    assert {d for turn in turns for d in turn.drafters} == set(equalities.drafters(True, (1, 1, 1)).values())
+    assert {d for turn in turns for d in turn.drafters} == set(equalities.drafters(True, True, (1, 1, 1)).values())
 
 
 def test_a_second_page_that_no_token_reaches_proves_nothing(capsys):
@@ -309,6 +309,12 @@ def test_an_earlier_reply_is_right_in_parts():
 def test_bad_input_is_one_line(changes, words):
     with pytest.raises(UserError, match=re.escape(words)):
         equal.run(replace(REQUEST, **changes), None)
+
+
+def test_pages_that_would_cut_a_block_are_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(equal, "find_model", lambda model, seed: (load_model("flash-next-tiny"), None, pytest.fail))
+    with pytest.raises(UserError, match="--page-sizes 6: pages of 6 positions would cut the sparse"):
+        equal.run(replace(REQUEST, page_sizes="48,6"), None)
 
 
 def test_forms_have_names():

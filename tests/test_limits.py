@@ -26,9 +26,8 @@ from refengine.contract.entries.norms import NormCase, RmsNorm
 from refengine.contract.limit_records import Figures, KernelRecord, Launch, read_records, text_of, write_records
 from refengine.contract.limits import SHARED_A_BLOCK, Finding, Measured, judged, measure
 from refengine.contract.registry import product_kernels
-from refengine.contract.rehearsals import all_launches
 from refengine.errors import UserError
-from refengine.verify.launches import LaunchName, named
+from refengine.verify.launches import LaunchName, engine_launches, named
 
 try:
     compiler.find_tool("ptxas", "nvidia-cuda-nvcc")
@@ -358,7 +357,7 @@ def test_every_kernel_is_launched_and_recorded():
     """The recorded launches are the engine's, every kernel among them, and each fits."""
     recorded = read_records(limit_records.RECORDS)
     known = {LaunchName(k, a): one for k, r in recorded.items() for a, one in r.launches.items()}
-    assert known.keys() == all_launches().keys() and recorded.keys() == product_kernels().keys()
+    assert known.keys() == engine_launches().keys() and recorded.keys() == product_kernels().keys()
     assert [p for name, one in known.items() for p in limits.past_the_hardware(name, one)] == []
     assert all(list(one.sm) == SMS for one in known.values())
     heads = {(n.kernel, f"D={d}") for n in known for d in (64, 128, 256) if f"D={d} " in f"{n.arguments} "}

@@ -17,12 +17,12 @@ from backends.stream import ATTENTION, TILES
 from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import load_weights
-from refengine.commands.inputs import find_model, given_bytes, machine_gib
+from refengine.commands.inputs import check_attention, check_pages, find_model, given_bytes, machine_gib
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
-from refengine.model import Qwen35, cache_shape, check_dims
+from refengine.model import Model, cache_shape, check_dims, open_model
 from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores
 from refengine.serve.side_by_side import run_all as side_by_side
@@ -33,6 +33,7 @@ RANDOM_TOKENS = 600
 """Of a prompt that nobody gave."""
 SPARE_PAGES = 5
 """Pages that no stream owns: poison among the pages that are read."""
+SHUFFLED, REVERSED = "shuffled", "reversed"
 FEWER = "allow more, or ask for fewer with --parallel, --tokens or --context"
 
 
@@ -54,6 +55,7 @@ class Request:
     seed: int
     kv: str = "bf16"
     attention: str = TILES
+    page_order: str = SHUFFLED
 
 
 def run(request: Request, json: Path | None) -> int:
@@ -63,13 +65,15 @@ def run(request: Request, json: Path | None) -> int:
     device = open_device(request.device)
     spec, _, checkpoint = find_model(request.model, request.seed)
     check_dims(spec)
+    check_pages("--page-size", [request.page_size], spec)
+    check_attention(request.attention, spec)
     prompt = prompt_of(request, spec)
     context = room(request, len(prompt), spec)
     built = build_all(spec, request, context, device)
     weights = load_weights(checkpoint(), spec)
     prompts = rotated(prompt, request.parallel)
     try:
-        arms = run_all(built, Qwen35(spec, weights, device, context), device, prompts, request)
+        arms = run_all(built, open_model(spec, weights, device, context), device, prompts, request)
     except SetupError:
         raise
     except KernelError as stopped:
@@ -92,6 +96,7 @@ def check(request: Request) -> None:
     check_backends(request.backends)
     known_name("--kv", request.kv, KV_TYPES)
     known_name("--attention", request.attention, ATTENTION)
+    known_name("--page-order", request.page_order, (SHUFFLED, REVERSED))
     least = {"--page-size": request.page_size, "--tokens": request.tokens, "--parallel": request.parallel,
              "--prompt-tokens": request.prompt_tokens, "--context": request.context}  # fmt: skip
     for flag, value in least.items():
@@ -152,13 +157,14 @@ def room(request: Request, prompt: int, spec: ModelSpec) -> int:
 
 
 def build_all(spec: ModelSpec, request: Request, context: int, device: Device) -> list[Backend]:
-    """The backends, their pages shuffled. Raises UserError when they take more memory than there may be."""
+    """The backends, no page table in order. Raises UserError when they take more memory than there may be."""
     sizes = Sizes(
         context,
         request.parallel,
         request.page_size,
         spare_pages=SPARE_PAGES,
-        shuffle=request.seed,
+        shuffle=request.seed if request.page_order == SHUFFLED else None,
+        reverse=request.page_order == REVERSED,
         kv=request.kv,
         attention=request.attention,
     )
@@ -183,7 +189,7 @@ def check_memory(name: str, gib: float, request: Request, context: int, device: 
 
 
 def run_all(
-    built: Sequence[Backend], model: Qwen35, device: Device, prompts: list[list[int]], request: Request
+    built: Sequence[Backend], model: Model, device: Device, prompts: list[list[int]], request: Request
 ) -> list[Arm]:
     """Every backend's run, with a progress bar; on the CPU machine side by side, as many as there are cores."""
     passes = len(prompts) * -(-len(prompts[0]) // request.prompt_rows) + request.tokens - 1
@@ -198,11 +204,12 @@ def run_all(
 
 def table(arms: Sequence[Arm]) -> Table:
     """A row a backend."""
-    shown = Table("backend", "prompt pass hashes", "token hash", "lookups", "straddles", "KV bytes", "seconds")
+    counted = ("lookups", "sparse", "dense") if arms[0].sparse + arms[0].dense else ("lookups", "straddles")
+    shown = Table("backend", "prompt pass hashes", "token hash", *counted, "KV bytes", "seconds")
     for column in shown.columns[3:]:
         column.justify = "right"
     for arm in arms:
-        counts = (f"{n:,}" for n in (arm.lookups, arm.straddles, arm.kv_bytes))
+        counts = (f"{n:,}" for n in (*(getattr(arm, name) for name in counted), arm.kv_bytes))
         shown.add_row(arm.name, " ".join(arm.prompt_hashes), arm.token_hash, *counts, f"{arm.seconds:.1f}")
     return shown
 
@@ -213,6 +220,7 @@ def summary(arm: Arm) -> dict[str, Any]:
         "backend": arm.name, "page_size": arm.page_size, "prompt_hashes": arm.prompt_hashes,
         "logits_hash": arm.logits_hash, "token_hash": arm.token_hash, "attention_hash": arm.attention_hash,
         "tokens": arm.replies, "lookups": arm.lookups, "straddles": arm.straddles, "kv_bytes": arm.kv_bytes,
+        "sparse_rows": arm.sparse, "dense_rows": arm.dense,
         "seconds": round(arm.seconds, 3),
     }  # fmt: skip
 

@@ -16,12 +16,12 @@ from backends.stream import ATTENTION
 from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import Checkpoint, load_mtp, load_weights
-from refengine.commands.inputs import find_model, machine_gib
+from refengine.commands.inputs import check_attention, check_pages, find_model, machine_gib
 from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
-from refengine.model import MtpHead, Qwen35, cache_shape, check_dims
+from refengine.model import cache_shape, check_dims, open_head, open_model
 from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores, run_all
 from refengine.verify.equalities import FAILED, HELD, TITLES, UNCHECKED, WINDOW_ROWS, Check, count, drafters, verdict
@@ -64,6 +64,8 @@ def run(request: Request, json: Path | None) -> int:
     spec, folder, checkpoint = find_model(request.model, request.seed)
     check_room(request, spec)
     check_dims(spec)
+    check_pages("--page-sizes", plan.page_sizes, spec)
+    check_attention(plan.attention, spec)
     check_memory(plan, spec, context(request), device)
     engines = engines_of(request, plan, spec, checkpoint(), folder is None, device)
     if request.controls:
@@ -171,7 +173,8 @@ class Engines:
     @property
     def drafters(self) -> list[str]:
         """The names of the drafters that equality 4 has."""
-        return list(drafters(self.drafting is not None and self.drafting.head is not None))
+        one = self.drafting
+        return list(drafters(one is not None and one.head is not None, one is not None and one.drafts_trees))
 
 
 def engines_of(
@@ -181,12 +184,12 @@ def engines_of(
     weights, prompts, plain, drafting = load_weights(checkpoint, spec), random_prompts(request, plan, spec), None, None
     caption = "weights as they are"
     if set(plan.equalities) - {"4"}:
-        plain = Engine(Qwen35(spec, weights, device, context(request)), None, device, prompts)
+        plain = Engine(open_model(spec, weights, device, context(request)), None, device, prompts)
     if "4" in plan.equalities:
         if generated:
             weights, caption = predictable(weights, QUIET), "equality 4: generated weights with quieter branches"
-        model = Qwen35(spec, weights, device, context(request))
-        head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if has_mtp(checkpoint, spec) else None
+        model = open_model(spec, weights, device, context(request))
+        head = open_head(spec, load_mtp(checkpoint, spec), model, device) if has_mtp(checkpoint, spec) else None
         drafting = Engine(model, head, device, prompts)
     return Engines(plain, drafting, device, caption)
 

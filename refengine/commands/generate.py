@@ -11,13 +11,13 @@ from backends.base import Backend, Sizes, backend_class, backend_names
 from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import Checkpoint, load_mtp, load_weights
-from refengine.commands.inputs import find_model, given_bytes, machine_gib
+from refengine.commands.inputs import check_pages, find_model, given_bytes, machine_gib
 from refengine.commands.names import known_name
 from refengine.commands.reply import Reply, generate
 from refengine.commands.report import check_report, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
-from refengine.model import MtpHead, Qwen35, cache_shape, check_dims
+from refengine.model import cache_shape, check_dims, open_head, open_model
 from refengine.registry import ModelSpec
 from refengine.serve.drafters import Drafter, JoinedDrafter, MtpDrafter, NgramDrafter
 from refengine.serve.replies import NoToken
@@ -75,6 +75,8 @@ def run(request: Request, json: Path | None) -> int:
     device = open_device(request.device)
     spec, folder, checkpoint = find_model(request.model)
     check_dims(spec)
+    check_pages("--page-size", [request.page_size or PAGE_SIZE], spec)
+    check_drafts(request, spec)
     text = open_text(spec, folder)
     prompt = prompt_ids(request, text, folder)
     backend = build(request, spec, room(request, len(prompt), spec), device)
@@ -113,6 +115,12 @@ def check_sampling(sampling: Sampling) -> None:
     for flag, value, off in (("--top-k", sampling.top_k, 0), ("--top-p", sampling.top_p, 1)):
         if sampling.temperature == 0 and value != off:
             raise UserError(f"{flag} {value}: greedy replies draw nothing; add --temperature above 0")
+
+
+def check_drafts(request: Request, spec: ModelSpec) -> None:
+    """Refuse drafts that branch where the model's cannot."""
+    if isinstance(request.drafter, JoinedDrafter) and not spec.drafts_trees:
+        raise UserError(f"--drafts {request.drafts}: branches; {spec.name} drafts chains: use ngram or mtp")
 
 
 def check_page_size(backend: str, page_size: int | None) -> None:
@@ -207,8 +215,8 @@ def start(
     """
     if request.needs_head:
         checkpoint.check_mtp()
-    model = Qwen35(spec, load_weights(checkpoint, spec), device, backend.sizes.context)
-    head = MtpHead(spec, load_mtp(checkpoint, spec), model, device) if request.needs_head else None
+    model = open_model(spec, load_weights(checkpoint, spec), device, backend.sizes.context)
+    head = open_head(spec, load_mtp(checkpoint, spec), model, device) if request.needs_head else None
     stop = frozenset(spec.tokens.end)
     return Session(model, backend, device, [prompt], PROMPT_ROWS, [request.sampling], [request.drafter], head, stop)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from backends.stream import TILES
 from refengine.checkpoint import Checkpoint, open_cached, open_checkpoint, spec_of_folder
 from refengine.errors import UserError
+from refengine.model import cache_shape
 from refengine.registry import ModelSpec, load_model
 
 
@@ -20,6 +22,21 @@ def find_model(model: str, seed: int = 0) -> tuple[ModelSpec, Path | None, Calla
         return spec, folder, lambda: open_checkpoint(folder, spec)
     spec = load_model(model)
     return spec, None, lambda: open_cached(spec, seed)
+
+
+def check_pages(flag: str, sizes: Iterable[int], spec: ModelSpec) -> None:
+    """Refuse pages that the model's cache cannot have. sizes: positions a page; 0: none."""
+    for size in sizes:
+        try:
+            cache_shape(spec).check_page(size)
+        except ValueError as refusal:
+            raise UserError(f"{flag} {size}: {refusal}") from refusal
+
+
+def check_attention(attention: str, spec: ModelSpec) -> None:
+    """Refuse kernels that the model's attention does not have."""
+    if spec.indexer is not None and attention != TILES:
+        raise UserError(f"--attention {attention}: {spec.name} has sparse attention, which takes one path; use {TILES}")
 
 
 def given_bytes(flag: str, value: str) -> bytes:

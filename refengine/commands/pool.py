@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from refengine.commands.inputs import find_model
+from refengine.commands.inputs import check_pages, find_model
 from refengine.commands.report import check_report, progress_bar, show, write_report, write_whole
 from refengine.errors import UserError
 from refengine.lab.pool_picture import Panel, picture
@@ -68,6 +68,8 @@ def run(request: Request, plot: Path | None, json: Path | None) -> int:
     check_report(json)
     spec, _, _ = find_model(request.model, request.seed)
     check_dims(spec)
+    flag = "--page-sizes" if request.kv_pages is None else "--kv-pages"
+    check_pages(flag, page_sizes(request), spec)
     entries = read_requests(request.requests)
     arms = run_arms(spec, request, entries)
     verdict = verdict_line(arms, sum(entry.count for entry in entries))

@@ -21,9 +21,8 @@ from kernels_numba.machine.modes import Noted
 from kernels_numba.machine.records import ARCHITECTURES, PTX_TARGET, compiler_version, ptx_text
 from kernels_numba.machine.records import records as compiled
 from refengine.contract.limit_records import Figures, KernelRecord, Launch, Records
-from refengine.contract.rehearsals import all_launches
 from refengine.cores import usable_cores
-from refengine.verify.launches import LaunchName
+from refengine.verify.launches import LaunchName, engine_launches
 
 KIB = 1024
 SHARED_A_BLOCK = {
@@ -72,7 +71,7 @@ class Measured:
 def launches_of(kernels: Iterable[str] | None) -> dict[LaunchName, Noted]:
     """The launches of some kernels, or all."""
     wanted = None if kernels is None else set(kernels)
-    return {name: one for name, one in all_launches().items() if wanted is None or name.kernel in wanted}
+    return {name: one for name, one in engine_launches().items() if wanted is None or name.kernel in wanted}
 
 
 def measure(found: Mapping[LaunchName, Noted], tick: Callable[[], None] = lambda: None) -> Measured:
@@ -128,7 +127,7 @@ def uncached(found: Mapping[LaunchName, Noted]) -> list[LaunchName]:
 
 def make_ptx(name: LaunchName) -> None:
     """The PTX of a launch, in this process, into the cache; what does not compile is said by ``measure``."""
-    one = all_launches()[name]
+    one = engine_launches()[name]
     gc.disable()  # numba's syntax trees live until it is done: looking through them again and again frees nothing
     try:
         with telling(name, "", []):

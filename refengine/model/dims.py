@@ -7,21 +7,16 @@ from collections.abc import Callable, Iterator
 from kernels_numba import gated_delta_net
 from kernels_numba.decode_plan import check_heads
 from kernels_numba.flash_next import ngram
+from kernels_numba.flash_next.pages import BLOCK
+from kernels_numba.flash_next.turns import check_index_rope
 from kernels_numba.matmul import K_STEP
 from kernels_numba.rope_store import check_rope
 from refengine.errors import UserError
 from refengine.registry import ModelSpec
 
-FAMILIES = ("qwen3_5",)
-"""Families whose forward pass the engine has."""
-
 
 def check_dims(spec: ModelSpec) -> None:
-    """Raise UserError naming the model, the key and what the kernels have; or the family, if the engine has no model of it."""
-    if spec.family not in FAMILIES:
-        raise UserError(
-            f"{spec.name}: the engine cannot run family {spec.family} yet; {' and '.join(FAMILIES)} models run"
-        )
+    """Raise UserError naming the model, the key and what the kernels have."""
     for key, refusal in refusals(spec):
         if refusal:
             raise UserError(f"{spec.name}: {key}: {refusal}")
@@ -50,6 +45,9 @@ def refusals_of_parts(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """The same of the parts that not every model has."""
     if (e := spec.experts) is not None:
         yield "experts.width", unless(e.width % K_STEP == 0, f"multiples of {K_STEP}", e.width)
+    if (i := spec.indexer) is not None:
+        yield "indexer.head_dim", said(check_index_rope, i.head_dim, spec.rope.dims)
+        yield "indexer.block", unless(i.block == BLOCK, BLOCK, i.block)
     if (h := spec.hyper) is not None:
         yield "hyper.rank", unless(h.rank % K_STEP == 0, f"multiples of {K_STEP}", h.rank)
     if (n := spec.ngrams) is not None:

@@ -18,17 +18,15 @@ from kernels_numba.add_rounded import add_rounded
 from kernels_numba.embedding import embed
 from refengine.checkpoint import MtpWeights
 from refengine.device import Device
-from refengine.model.qwen3_5 import Decoder, Qwen35, upload
+from refengine.model.model import Head, Model
+from refengine.model.qwen3_5 import Decoder, upload
 from refengine.registry import ModelSpec
 
 
-class MtpHead(Decoder):
-    """The head of a model, with the model's embedding, lm_head and rotary table.
+class MtpHead(Decoder, Head):
+    """The head of a model, with the model's embedding, lm_head and rotary table."""
 
-    The backends that it runs on are made for ``cache_shape(spec, mtp=True)``.
-    """
-
-    def __init__(self, spec: ModelSpec, weights: MtpWeights, model: Qwen35, device: Device):
+    def __init__(self, spec: ModelSpec, weights: MtpWeights, model: Model, device: Device):
         super().__init__(spec, device, model.rope)
         self.embedding, self.lm_head = model.embedding, model.head
         (self.number,) = spec.mtp_layers
@@ -39,12 +37,6 @@ class MtpHead(Decoder):
         self.final_norm = device.put(weights.final_norm)
 
     def forward(self, ids_next: Any, hidden: Any, backend: Backend, batch: Batch, rows: Any) -> tuple[Any, Any]:
-        """One pass of the head over the batch's rows, prompt rows or a window's. Writes keys and values of its layer.
-
-        ids_next: int32 [W], the token after each row's. hidden: bf16 [W, hidden], as ``Qwen35.hidden`` gives it, or this
-        head for the row before. rows: int [n], those whose results are wanted. Returns (logits float32 [n, vocabulary],
-        hidden bf16 [n, hidden], after the head's norm).
-        """
         h = self.joined(ids_next, hidden)
         update = self.decoder_layer(self.number, self.layer, h, None, backend, batch)
         wanted = self.xp.ascontiguousarray(self.normed(h, update, self.final_norm)[rows])

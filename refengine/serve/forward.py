@@ -15,8 +15,7 @@ import numpy as np
 
 from backends.base import DECODE, Backend, Batch
 from refengine.device import Device
-from refengine.model import MtpHead, Qwen35
-from refengine.model.qwen3_5 import Tap
+from refengine.model import Head, Model, Tap
 from refengine.serve.requests import Request
 from refengine.serve.sampling import choose
 from refengine.serve.windows import Rows
@@ -47,12 +46,12 @@ class Step(Protocol):
 @dataclass(eq=False)
 class Forward:
     """A model's passes through a backend. head: reads every row, for drafters that take its guesses, ``guesses`` of them; the
-    backend has its layer then. tap: as Qwen35.forward takes it."""
+    backend has its layer then. tap: as Model.forward takes it."""
 
-    model: Qwen35
+    model: Model
     backend: Backend
     device: Device
-    head: MtpHead | None = None
+    head: Head | None = None
     guesses: int = 0
     tap: Tap | None = None
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from backends.base import DECODE, PROMPT, Backend, Stream
 from refengine.device import Device
 from refengine.errors import UserError
-from refengine.model import MtpHead, Qwen35
-from refengine.model.qwen3_5 import Tap
+from refengine.model import Head, Model, Tap
 from refengine.serve.drafters import Drafter
 from refengine.serve.forward import Forward, Pass
 from refengine.serve.requests import Request
@@ -25,14 +24,14 @@ class Session:
     without rows, samplings that cannot be or not for each prompt, and a drafter without its head.
     """
 
-    model: Qwen35
+    model: Model
     backend: Backend
     device: Device
     prompts: Sequence[Sequence[int]]
     prompt_rows: int
     samplings: Sequence[Sampling] = ()
     drafters: Sequence[Drafter | None] = ()
-    head: MtpHead | None = None
+    head: Head | None = None
     stop: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -52,7 +51,7 @@ class Session:
         self.forward = Forward(self.model, self.backend, self.device)
         self.draft_with(drafters, self.head)
 
-    def draft_with(self, drafters: Sequence[Drafter | None], head: MtpHead | None) -> None:
+    def draft_with(self, drafters: Sequence[Drafter | None], head: Head | None) -> None:
         """Who drafts from now on, for each stream; the head reads along if some drafter looks at its guesses.
 
         Raises UserError for drafters that miss it.
@@ -80,7 +79,7 @@ class Session:
     def run(self, tokens: int, tap: Tap | None = None) -> Iterator[Pass]:
         """Read the prompts one by one, then write ``tokens`` tokens of every reply. Yields each pass as it ends.
 
-        tap: as Qwen35.forward takes it.
+        tap: as Model.forward takes it.
         """
         self.forward.tap = tap
         for _ in self.prompts:

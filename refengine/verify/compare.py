@@ -10,7 +10,7 @@ import numpy as np
 
 from backends.base import PROMPT, Backend
 from refengine.device import Device
-from refengine.model import Qwen35
+from refengine.model import Model
 from refengine.serve.forward import Pass
 from refengine.serve.session import Session
 from refengine.verify.hashes import array_hash, logits_hash, token_hash
@@ -24,7 +24,8 @@ Progress = Callable[[], None]
 class Arm:
     """What one backend's run gave.
 
-    tables: the pages of each stream, in order of position. attention: bf16 [W, H, D] for each pass and attention layer.
+    tables: the pages of each stream, in order of position. attention: bf16 [W, H, D] for each pass and attention layer. sparse,
+    dense: rows of a model with an indexer that chose their keys, and that read all; dense_keys: the most that such a row has.
     """
 
     name: str
@@ -38,6 +39,9 @@ class Arm:
     replies: list[list[int]] = field(default_factory=list)
     lookups: int = 0
     straddles: int = 0
+    sparse: int = 0
+    dense: int = 0
+    dense_keys: int = 0
     kv_bytes: int = 0
     seconds: float = 0.0
 
@@ -59,7 +63,7 @@ class Arm:
 
 def run_arm(
     backend: Backend,
-    model: Qwen35,
+    model: Model,
     device: Device,
     prompts: Sequence[Sequence[int]],
     prompt_rows: int,
@@ -67,8 +71,10 @@ def run_arm(
     done: Progress,
 ) -> Arm:
     """Run the prompts and ``tokens`` generated tokens of each through a backend."""
-    witness = Witness(backend)
-    arm = Arm(backend.name, backend.paged, backend.positions)
+    witness, shape = Witness(backend), backend.shape
+    arm = Arm(
+        backend.name, backend.paged, backend.positions, dense_keys=shape.index_ratio * (shape.index_budget + 1) - 1
+    )
     session = Session(model, witness, device, prompts, prompt_rows)  # type: ignore[arg-type]
     taps: list[tuple[int, np.ndarray]] = []
     began = time.perf_counter()
@@ -84,7 +90,8 @@ def run_arm(
     arm.replies = session.replies
     arm.tables = [list(s.pages) for s in session.streams]
     arm.kv_bytes = sum(backend.cache_bytes(s) for s in session.streams)
-    arm.lookups, arm.straddles = witness.counters["lookups"], witness.counters["straddles"]
+    for name in ("lookups", "straddles", "sparse", "dense"):
+        setattr(arm, name, witness.counters[name])
     for stream in session.streams:
         stream.release()
     return arm
@@ -124,7 +131,10 @@ def hexed(array: np.ndarray, at: tuple[int, ...]) -> str:
 
 
 def unexercised(arm: Arm) -> str | None:
-    """Why a paged arm proves nothing, if it does not: one page, pages in order, no lookup, no straddling item."""
+    """Why an arm proves nothing, if it does not: no sparse row of sparse attention; of pages, one page, pages in order, no
+    lookup, no straddling item."""
+    if arm.dense and not arm.sparse:
+        return f"{arm.name}: no row was sparse; a prompt of more than {arm.dense_keys} tokens has some"
     if not arm.paged:
         return None
     if all(len(pages) < 2 for pages in arm.tables):
@@ -133,7 +143,7 @@ def unexercised(arm: Arm) -> str | None:
         return f"{arm.name}: its page tables are ascending; hand the pages out in the order that Sizes.shuffle asks for"
     if arm.lookups == 0:
         return f"{arm.name}: no page was looked up"
-    if arm.page_size % 32 and arm.straddles == 0:
+    if arm.page_size % 32 and arm.straddles == 0 and not arm.sparse:
         return f"{arm.name}: no item lay in two pages of {arm.page_size}"
     if arm.name == "paged-p256" and arm.straddles:
         return f"{arm.name}: {arm.straddles} items lay in two pages, none can"

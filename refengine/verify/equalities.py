@@ -118,15 +118,16 @@ ALTERED = 5
 """Of an earlier reply that n-grams are looked up in, every fifth token is another: some drafts are right, and some are not."""
 
 
-def drafters(has_head: bool, earlier: Sequence[int] = ()) -> dict[str, Drafter]:
-    """The drafters that a model can have, by name. earlier: a reply that the n-grams come from besides the stream's tokens."""
+def drafters(has_head: bool, trees: bool, earlier: Sequence[int] = ()) -> dict[str, Drafter]:
+    """The drafters that a model can have, by name. trees: whether its windows take them. earlier: a reply that the n-grams come
+    from besides the stream's tokens."""
     ngram = NgramDrafter(earlier=altered(earlier))
-    if not has_head:
-        return {"n-gram chain": ngram}
-    joined = JoinedDrafter((MtpDrafter(2), ngram))
-    return {
-        "n-gram chain": ngram, "MTP chain": MtpDrafter(), "MTP tree": MtpDrafter(3), "MTP and n-gram tree": joined,
-    }  # fmt: skip
+    found: dict[str, Drafter] = {"n-gram chain": ngram}
+    if has_head:
+        found |= {"MTP chain": MtpDrafter()}
+    if has_head and trees:
+        found |= {"MTP tree": MtpDrafter(3), "MTP and n-gram tree": JoinedDrafter((MtpDrafter(2), ngram))}
+    return found
 
 
 def altered(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -147,7 +148,7 @@ def turns(names: Sequence[str], streams: int) -> range:
 
 def drafted_decodes(names: Sequence[str], plain: Sequence[Transcript]) -> list[Decode]:
     """Those decodes, after a plain one."""
-    choices = [drafters(True, one.tokens) for one in plain]
+    choices = [drafters(True, True, one.tokens) for one in plain]
     return [
         Decode(f"turn {turn}", tuple(map(dict.__getitem__, choices, in_turn(names, len(plain), turn))))
         for turn in turns(names, len(plain))

@@ -40,7 +40,7 @@ def jobs(plan: Plan, engine: Engine | None, drafting: Engine | None) -> Planned:
     if drafting is not None:
         for form in plan.paged:
             for name, sampling in SAMPLINGS.items():
-                names = list(drafters(drafting.head is not None))
+                names = list(drafters(drafting.head is not None, drafting.drafts_trees))
                 steps = sum(2 + len(turns(names, count)) for count in plan.counts)
                 found["drafted", form, name] = steps, partial(drafted, plan, drafting, form, sampling, names)
     if engine is not None:
@@ -118,7 +118,7 @@ def drafted(
     """Plain decode and decode with each drafter, behind the same prompts; each stream draws by a seed of its own."""
     made = backend(plan, engine, form, plan.counts[-1], WINDOW_ROWS, head=engine.head is not None)
     samplings = [seeded(sampling, plan.seed + n) for n in range(len(engine.prompts))]
-    most = max(drafters(engine.head is not None).values(), key=lambda drafter: drafter.guesses)
+    most = max(drafters(engine.head is not None, engine.drafts_trees).values(), key=lambda drafter: drafter.guesses)
     session = Session(
         engine.model, made, engine.device, engine.prompts, len(engine.prompts[0]), samplings,
         [most] * len(engine.prompts), engine.head,

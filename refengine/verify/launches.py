@@ -20,12 +20,16 @@ import numpy as np
 from backends.base import DECODE, PROMPT, Backend, Sizes, backend_class
 from backends.page_copies import copy_page
 from backends.stream import SCALAR_BATCH, TILES
+from kernels_numba.flash_next.attention import attend_listed
+from kernels_numba.flash_next.pool import fn_qsa_pool
+from kernels_numba.flash_next.prep import fn_attn_prep
+from kernels_numba.flash_next.turns import Media
 from kernels_numba.machine import Kernel
 from kernels_numba.machine.frontend import Program
 from kernels_numba.machine.modes import Noted, recorded
 from refengine.checkpoint import Checkpoint, load_mtp, load_weights
 from refengine.device import open_device
-from refengine.model import MtpHead, Qwen35, cache_shape
+from refengine.model import Head, Model, cache_shape, open_head, open_model
 from refengine.registry import ModelSpec, load_model
 from refengine.serve.sampling import Sampling, draw
 from refengine.serve.session import Session
@@ -34,10 +38,11 @@ PROMPT_ROWS, PAGE_SIZE = 512, 48
 LONG, MANY = [[0] * (PROMPT_ROWS + 16)], [[0]] * 33
 """Prompts whose runs take every branch: a whole chunk of committed keys and a short last pass; more decode rows than a
 narrow matrix product takes."""
-DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32}
+DTYPES = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "I64": np.int64}
 Form = tuple[str, str, str]
 """(backend, kv, attention)."""
-TINY, LARGE = "qwen3.5-tiny", "qwen3.8-27b"
+TINY, LARGE, EXPERTS = "qwen3.5-tiny", "qwen3.8-27b", "qwen3.6-35b-a3b"
+FLASH_TINY, FLASH = "flash-next-tiny", "qwen3.8-flash-next"
 WINDOW, PAGED, P256 = ((name, "bf16", TILES) for name in ("window", "paged", "paged-p256"))
 NARROW: Form = ("paged", "fp8", TILES)
 OTHERS: tuple[Form, ...] = (
@@ -48,11 +53,16 @@ RUNS: dict[tuple[str, int | None], tuple[Form, ...]] = {
     (LARGE, None): (WINDOW, PAGED, P256, NARROW),
     (TINY, 64): (PAGED, NARROW),
     (TINY, 128): (PAGED, NARROW),
+    (EXPERTS, None): (WINDOW, PAGED),
+    (FLASH, None): (WINDOW, PAGED, P256, NARROW),
+    (FLASH_TINY, None): (("mixed", "bf16", TILES), ("paged-p256", "fp8", TILES)),
 }
 """(model, head_dim in place of its own): between them every kernel, the smallest and the largest heads, every head_dim, every
 type of cache and kind of address."""
-TREE = [-1, 0, 0]
-"""Parents of a drafted window."""
+TREE, CHAIN = [-1, 0, 0], [-1, 0, 1]
+"""Parents of a drafted window, and of one that may not branch."""
+SECTIONS = (11, 11, 10)
+"""Rotary pairs of time, height and width, of media."""
 
 
 def launches(spec: ModelSpec, backend: type[Backend], kv: str = "bf16", attention: str = TILES) -> list[Noted]:
@@ -60,7 +70,7 @@ def launches(spec: ModelSpec, backend: type[Backend], kv: str = "bf16", attentio
     small = one_of_each_kind(spec)
     weights = load_weights(BlankCheckpoint(small), small)
     with recorded() as recording:
-        for prompts in (LONG, MANY):
+        for prompts in (long_prompt(small), MANY):
             sizes = Sizes(len(prompts[0]) + 4, len(prompts), PAGE_SIZE, len(TREE), kv=kv, attention=attention)
             rehearse(small, weights, backend, sizes, prompts)
     return recording.launches
@@ -71,23 +81,26 @@ def rehearse(
 ) -> None:
     """The prompts in passes, a decode step, drafts, a draw; then passes of the MTP head, if the model has one."""
     device = open_device("cpu")
-    model = Qwen35(spec, weights, device, sizes.context)
+    model = open_model(spec, weights, device, sizes.context)
     for _ in Session(model, backend(cache_shape(spec), sizes), device, prompts, PROMPT_ROWS).run(2):
         pass
     rehearse_drafts(model, backend(cache_shape(spec), sizes), len(prompts))
     rehearse_copies(backend(cache_shape(spec), sizes))
+    if spec.indexer is not None:
+        rehearse_variants(backend(cache_shape(spec), sizes), model.rope)
     draw(np.zeros((1, spec.vocabulary), np.float32), [Sampling(temperature=1.0)], [0], device)
     if spec.mtp_layers:
-        head = MtpHead(spec, load_mtp(BlankCheckpoint(spec), spec), model, device)
+        head = open_head(spec, load_mtp(BlankCheckpoint(spec), spec), model, device)
         rehearse_head(head, backend(cache_shape(spec, mtp=True), sizes), len(prompts))
 
 
-def rehearse_drafts(model: Qwen35, backend: Backend, streams: int) -> None:
-    """A tree of drafts of each stream, of which a branch is kept."""
-    work = [(backend.open(), len(TREE)) for _ in range(streams)]
-    batch = backend.batch(DECODE, work, [TREE] * streams)
+def rehearse_drafts(model: Model, backend: Backend, streams: int) -> None:
+    """A tree of drafts of each stream, or a chain, of which a branch is kept."""
+    parents = TREE if model.spec.drafts_trees else CHAIN
+    work = [(backend.open(), len(parents)) for _ in range(streams)]
+    batch = backend.batch(DECODE, work, [parents] * streams)
     model.forward(np.zeros(batch.rows, np.int32), backend, batch, np.arange(batch.rows))
-    model.finish(backend, batch, [len(TREE) - 1] * streams)
+    model.finish(backend, batch, [len(parents) - 1] * streams)
 
 
 def rehearse_copies(backend: Backend) -> None:
@@ -101,20 +114,48 @@ def rehearse_copies(backend: Backend) -> None:
         copy_page(backend, 0, 1, 1)
 
 
-def rehearse_head(head: MtpHead, backend: Backend, streams: int) -> None:
+def rehearse_variants(backend: Backend, rope: Any) -> None:
+    """Forms of sparse attention's kernels that the engine has no use for: rows that turn by media, keys brought ahead."""
+    shape, layer = backend.shape, backend.shape.attention_layers[0]
+    batch = backend.batch(PROMPT, [(backend.open(), backend.sizes.context)])
+    plan, streams = batch.plan.slices[0].plan, backend.layer_streams(layer, batch)
+    columns = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + (shape.index_heads + 1) * shape.index_dim
+    projection = np.zeros((batch.rows, columns), ml_dtypes.bfloat16)
+    q, index_q = (
+        np.zeros((batch.rows, *heads), ml_dtypes.bfloat16)
+        for heads in ((shape.heads, shape.head_dim), (shape.index_heads, shape.index_dim))
+    )
+    gain, index_gain = np.ones(shape.head_dim, np.float32), np.ones(shape.index_dim, np.float32)
+    media = Media(np.zeros((1, 3), np.int64), np.zeros((1, 3), np.int32), SECTIONS)
+    cache, layout, kv = (backend.arena.words, backend.pages, streams), backend.layout, backend.sizes.kv
+    gains = (gain, gain, index_gain)
+    fn_attn_prep(q, index_q, projection, *cache, batch.owners, *gains, rope, 1e-6, shape.kv_heads, layout, kv, media)
+    fn_qsa_pool(*cache, batch.rows, index_gain, rope, 1e-6, layout, media)
+    q, listed = q[: plan.rows], np.zeros(plan.lists, np.int32)
+    rows, scale = batch.owners[: plan.rows], np.float32(1)
+    attend_listed(np.empty_like(q), q, *cache, rows, scale, listed, batch.scratch, plan, layout, kv, ahead=True)
+
+
+def rehearse_head(head: Head, backend: Backend, streams: int) -> None:
     """The head over a prompt pass of PROMPT_ROWS rows of one stream, or a row of each of several, and a decode step."""
     work = [(backend.open(), PROMPT_ROWS if streams == 1 else 1) for _ in range(streams)]
     for phase, passed in ((PROMPT, work), (DECODE, [(stream, 1) for stream, _ in work])):
         batch = backend.batch(phase, passed)
-        hidden = np.zeros((batch.rows, head.spec.hidden), ml_dtypes.bfloat16)
+        hidden = np.zeros((batch.rows, head.spec.stream_width), ml_dtypes.bfloat16)
         head.forward(np.zeros(batch.rows, np.int32), hidden, backend, batch, np.arange(streams))
         backend.finish(batch)
 
 
 def one_of_each_kind(spec: ModelSpec) -> ModelSpec:
-    """The model with one layer of each kind."""
+    """The model with one layer of each kind, and a small table of n-grams."""
     kinds = tuple(dict.fromkeys(spec.layer_types))
-    return replace(spec, layers=len(kinds), layer_types=kinds)
+    ngrams = None if spec.ngrams is None else replace(spec.ngrams, base=1000)
+    return replace(spec, layers=len(kinds), layer_types=kinds, ngrams=ngrams)
+
+
+def long_prompt(spec: ModelSpec) -> list[list[int]]:
+    """LONG, or a prompt with some rows of sparse attention beyond the switch."""
+    return LONG if spec.indexer is None else [[0] * (spec.indexer.budget + PROMPT_ROWS)]
 
 
 # --- All that the engine launches -----------------------------------------------------------------------------------

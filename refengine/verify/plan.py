@@ -8,7 +8,7 @@ from typing import Any
 
 from backends.base import Sizes
 from refengine.device import Device
-from refengine.model import MtpHead, Qwen35
+from refengine.model import Head, Model
 from refengine.serve.sampling import GREEDY, Sampling
 from refengine.verify.equalities import Form
 from refengine.verify.transcripts import Progress
@@ -27,10 +27,15 @@ SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(0.4, 20, 0.95)}
 class Engine:
     """A model on a device, and the prompts of its streams. head: None where equality 4 is not asked for, or has none."""
 
-    model: Qwen35
-    head: MtpHead | None
+    model: Model
+    head: Head | None
     device: Device
     prompts: Sequence[Sequence[int]]
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts of the model may branch."""
+        return self.model.spec.drafts_trees
 
 
 @dataclass(frozen=True)

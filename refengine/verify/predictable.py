@@ -5,29 +5,47 @@ the one before it. For checks that need many drafts accepted; generated weights 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-from refengine.checkpoint import AttentionWeights, LayerWeights, ModelWeights
+from refengine.checkpoint import (
+    AttentionWeights,
+    FlashNextWeights,
+    GatedDeltaNetWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+)
 
 BRANCHES = 2.0**-2
 """What a branch adds, beside what it did: a power of two, so that nothing rounds."""
 
 
-def predictable(weights: ModelWeights, branches: float = BRANCHES) -> ModelWeights:
+Weights = TypeVar("Weights", bound=ModelWeights | FlashNextWeights)
+Part = AttentionWeights | GatedDeltaNetWeights | MlpWeights | MoeWeights
+
+
+def predictable(weights: Weights, branches: float = BRANCHES) -> Weights:
     """The weights with every branch's output projection times ``branches``."""
-    return replace(weights, layers=tuple(quieter(layer, branches) for layer in weights.layers))
+    layers: Any = [
+        replace(one, mixer=quieter(one.mixer, branches), mlp=quieter(one.mlp, branches))  # type: ignore[arg-type]
+        for one in weights.layers
+    ]
+    return replace(weights, layers=tuple(layers))  # type: ignore[arg-type]
 
 
-def quieter(layer: LayerWeights, branches: float) -> LayerWeights:
-    """A layer that adds less to the residual stream."""
-    mixer = layer.mixer
-    if isinstance(mixer, AttentionWeights):
-        mixer = replace(mixer, o_proj=scaled(mixer.o_proj, branches))
-    else:
-        mixer = replace(mixer, out_proj=scaled(mixer.out_proj, branches))
-    return replace(layer, mixer=mixer, mlp=replace(layer.mlp, down_proj=scaled(layer.mlp.down_proj, branches)))
+def quieter(part: Part, branches: float) -> Part:
+    """A part of a layer that adds less to the residual."""
+    if isinstance(part, AttentionWeights):
+        return replace(part, o_proj=scaled(part.o_proj, branches))
+    if isinstance(part, GatedDeltaNetWeights):
+        return replace(part, out_proj=scaled(part.out_proj, branches))
+    if isinstance(part, MlpWeights):
+        return replace(part, down_proj=scaled(part.down_proj, branches))
+    shared = replace(part.shared, down_proj=scaled(part.shared.down_proj, branches))
+    return replace(part, down=scaled(part.down, branches), shared=shared)
 
 
 def scaled(weight: np.ndarray, factor: float) -> np.ndarray:

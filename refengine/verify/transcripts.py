@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from backends.base import DECODE, PROMPT
-from refengine.model import MtpHead
+from refengine.model import Head
 from refengine.serve.drafters import Drafter
 from refengine.serve.forward import Pass
 from refengine.serve.session import Session
@@ -129,9 +129,7 @@ def together(
     return found
 
 
-def decoded(
-    start: Start, head: MtpHead | None, decode: Decode, prompts: Sequence[Pass], tokens: int
-) -> list[Transcript]:
+def decoded(start: Start, head: Head | None, decode: Decode, prompts: Sequence[Pass], tokens: int) -> list[Transcript]:
     """A decode from the start, which is put back. head: reads along if a drafter looks at its guesses."""
     session = start.session
     session.draft_with(decode.drafters or [None] * len(session.streams), head)
