@@ -199,7 +199,7 @@ def differs(patch) -> bool:
 
 
 def test_red_when_the_recurrent_state_is_not_replayed():
-    assert differs(lambda p: p.setattr("refengine.model.qwen3_5.delta_trees.replay", lambda *_: None))
+    assert differs(lambda p: p.setattr("refengine.model.blocks.delta_trees.replay", lambda *_: None))
 
 
 def test_red_when_a_rejected_row_is_kept():

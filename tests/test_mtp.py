@@ -28,12 +28,13 @@ from refengine.model import MtpHead, Qwen35, cache_shape
 from refengine.registry import ModelSpec, Mtp, load_model
 from refengine.verify import layer_bounds, oracles
 from refengine.verify.bounds import worst_fraction
+from refengine.verify.chains import qwen3_5
 from refengine.verify.layer_bounds import Bounded
-from refengine.verify.oracle_cases import CASES
+from refengine.verify.oracle_cases import DENSE
 from refengine.verify.predictable import predictable, scaled
 
 DEVICE, CONTEXT = open_device("cpu"), 96
-SPECS = {case.name: replace(case.spec, mtp=Mtp(1)) for case in CASES}
+SPECS = {case.name: replace(case.spec, mtp=Mtp(1)) for case in DENSE}
 D256, D128, D64 = SPECS
 ROWS, PASSES = 40, ((PROMPT, 17), (PROMPT, 9), (DECODE, 1), (DECODE, 4), (DECODE, 1), (DECODE, 8))
 """Rows of a sequence, and the passes in which they come."""
@@ -118,7 +119,7 @@ def bounded(name: str) -> Bounded:
     ids, hidden = sequence(spec)
     inputs = oracles.wide(model.embedding[ids], hidden)
     return layer_bounds.bounded(
-        lambda take: np.concatenate(layer_bounds.mtp(weights, spec, model.head, *inputs, take), axis=1)
+        lambda take: np.concatenate(qwen3_5.mtp(weights, spec, model.head, *inputs, take), axis=1)
     )
 
 

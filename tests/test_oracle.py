@@ -1,4 +1,4 @@
-"""The engine agrees with the public transformers implementation, Qwen3_5ForCausalLM, on small random models.
+"""The engine agrees with the public transformers implementations of all families on small random models.
 
 Each layer, given the oracle's own input, lies within the bound that its rounding points give, and a layer with any
 part wrong does not. The whole model is off by no more than twice what the public bf16 run is off. Against results
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from held_cases import BY_NAME, held
 from mutants import mutate
 
 from backends import attention
@@ -21,31 +21,26 @@ from kernels_numba import gated_delta_net, prompt_attention
 from kernels_numba.rope_store import rope_table
 from kernels_numba.sampling import argmax
 from refengine.checkpoint import LayerWeights
-from refengine.model import Qwen35, qwen3_5
+from refengine.model import blocks
+from refengine.registry import load_model
 from refengine.verify import layer_bounds, oracles
-from refengine.verify.against_oracle import Held, errors, hold, margins
-from refengine.verify.bounds import SECOND_ORDER, worst_fraction
+from refengine.verify.against_oracle import Found, Held, errors, margins
+from refengine.verify.bounds import SECOND_ORDER
+from refengine.verify.chains.delta_net import delta_rule
 from refengine.verify.forced import forced_logits
-from refengine.verify.oracle_cases import CASES, PROMPT_PASSES, Oracle, read_oracle
+from refengine.verify.oracle_cases import CASES, FLASH_NEXT, PROMPT_PASSES, Case, Oracle
 
-DATA = Path(__file__).parent / "data"
-BY_NAME = {case.name: case for case in CASES}
-D256, D128, D64 = BY_NAME
+D256, D128, D64, *_ = BY_NAME
 SMALL = SECOND_ORDER - 1
 """The part of a bound that is kept for the float32 errors of the oracle."""
 every_case = pytest.mark.parametrize("name", BY_NAME)
 
 
 @cache
-def held(name: str) -> Held:
-    return hold(BY_NAME[name], read_oracle(DATA / f"{name.replace('-', '_')}.npz"))
-
-
-@cache
-def found(name: str) -> list[np.ndarray]:
+def found(name: str) -> Found:
     """What the engine makes of each layer's input, and of the head's."""
     one = held(name)
-    return one.layers(one.model())
+    return one.found(one.model())
 
 
 @cache
@@ -70,21 +65,33 @@ def test_every_layer_lies_within_its_bound(name: str) -> None:
 @every_case
 def test_errors_are_no_larger_than_roundings_make_them(name: str) -> None:
     """Their mean square: far below the bound, which is for the worst of all outputs."""
-    assert at_most(1, [b.mean_square(one) for b, one in zip(held(name).bounds, found(name), strict=True)])
+    assert at_most(1, held(name).mean_squares(found(name)))
 
 
 @every_case
 def test_the_chain_that_bounds_are_made_of_is_the_oracles(name: str) -> None:
-    one = held(name)
-    parts = zip(one.oracle.parts, one.bounds, strict=True)
-    assert at_most(SMALL, [worst_fraction(reference, b.value, b.bound) for reference, b in parts])
+    assert at_most(SMALL, held(name).oracle_fractions(held(name).oracle))
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.chooses])
+def test_nine_of_ten_rows_choose_as_the_public_code_does(name: str) -> None:
+    """The others choose between scores that are closer than their roundings, or the same."""
+    assert at_most(0.1, [rows / len(BY_NAME[name].ids) for rows in held(name).rows_of_other_choices(found(name))])
+
+
+@pytest.mark.parametrize("case", FLASH_NEXT, ids=lambda case: case.name)
+def test_most_rows_are_sparse(case: Case) -> None:
+    """Rows of both prompt passes and of decode, and of every length modulo a block's."""
+    (keys,) = [chosen["keys"] for chosen in found(case.name).choices if "keys" in chosen]
+    sparse = keys.sum(axis=1) < np.arange(len(keys)) + 1
+    assert sparse.mean() > 0.6 and sparse[PROMPT_PASSES[0] - 1 :].all()
 
 
 def test_the_closed_form_of_the_delta_rule_is_the_rule() -> None:
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((3, 40, 1, 128)) / np.sqrt(128)
     g, beta = rng.uniform(0.1, 1, (40, 1)), rng.uniform(0, 1, (40, 1))
-    value, r = layer_bounds.delta_rule(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0])
+    value, r = delta_rule(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0])
     zero = np.zeros((1, 128, 128))
     rule, tight = oracles.delta_rule(zero, q, k, v, g, beta, oracles.CHAIN_DEPTH)[0]
     assert np.abs(value - rule[:, 0]).max() < 1e-12
@@ -103,17 +110,6 @@ def test_a_bound_needs_no_luck() -> None:
 # --- Controls: a layer with a part wrong leaves its bound -------------------------------------------------------------
 
 Change = Callable[[LayerWeights], LayerWeights]
-
-
-def layer_fraction(one: Held, number: int, model: Qwen35) -> float:
-    return one.fractions(one.layers(model))[number]
-
-
-def changed(one: Held, number: int, change: Change) -> Qwen35:
-    """The model with one layer's weights changed."""
-    layers = list(one.weights.layers)
-    layers[number] = change(layers[number])
-    return one.model(replace(one.weights, layers=tuple(layers)))
 
 
 def mixer(w: LayerWeights, **arrays: np.ndarray) -> LayerWeights:
@@ -181,12 +177,12 @@ WRONG_WEIGHTS: dict[str, tuple[str, int, Change]] = {
 @pytest.mark.parametrize("wrong", WRONG_WEIGHTS)
 def test_red_when_weights_are_misread(wrong: str) -> None:
     name, number, change = WRONG_WEIGHTS[wrong]
-    assert layer_fraction(held(name), number, changed(held(name), number, change)) > 1
+    assert held(name).layer_fraction(held(name).changed(number, change), number) > 1
 
 
 def test_red_when_the_final_gain_lacks_its_1() -> None:
     one = held(D256)
-    assert layer_fraction(one, -1, one.model(replace(one.weights, final_norm=one.weights.final_norm - 1))) > 1
+    assert one.layer_fraction(one.model(replace(one.weights, final_norm=one.weights.final_norm - 1)), -1) > 1
 
 
 @pytest.mark.parametrize("dims, theta", [(32, 1e7), (64, 1e6)], ids=["half the rotary dims", "another theta"])
@@ -194,7 +190,7 @@ def test_red_when_the_rotation_is_another(dims: int, theta: float) -> None:
     one = held(D256)
     model = one.model()
     model.rope = rope_table(len(model.rope), dims, theta)
-    assert layer_fraction(one, 1, model) > 1
+    assert one.layer_fraction(model, 1) > 1
 
 
 def ungated(out: np.ndarray, o: np.ndarray, qkv: np.ndarray, head_dim: int) -> None:
@@ -208,7 +204,7 @@ def chain_from_zero(y, states, qkv, decay, beta, streams, runs, chain=gated_delt
 
 
 WRONG_STEPS = {
-    "output gate dropped": (1, qwen3_5, "attention_gate", lambda: ungated),
+    "output gate dropped": (1, blocks, "attention_gate", lambda: ungated),
     "a key too far": (
         1, attention, "prompt_attention",
         lambda: mutate(
@@ -232,7 +228,7 @@ WRONG_STEPS = {
 def test_red_when_a_step_is_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number, module, attribute, replacement = WRONG_STEPS[wrong]
     monkeypatch.setattr(module, attribute, replacement())
-    assert layer_fraction(held(D256), number, held(D256).model()) > 1
+    assert held(D256).layer_fraction(held(D256).model(), number) > 1
 
 
 # --- The whole model ------------------------------------------------------------------------------------------------
@@ -240,18 +236,26 @@ def test_red_when_a_step_is_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -
 
 @every_case
 def test_the_model_is_at_most_twice_as_far_off_as_public_bf16(name: str) -> None:
-    """At every position: prompt rows of the first and of a later pass, and decode rows."""
+    """At every position: prompt rows of the first and of a later pass, and decode rows. Where rows choose, at nine of ten:
+    another of two nearly equal experts takes a row far away.
+    """
     off = errors(engine_logits(name), held(name).oracle)
-    assert off.ratio <= 2 and (off.row_ratios <= 2).all()
+    assert off.middle_ratio <= 1.2
+    if BY_NAME[name].chooses:
+        assert np.quantile(off.row_ratios, 0.9) <= 2
+    else:
+        assert off.ratio <= 2 and (off.row_ratios <= 2).all()
 
 
-@every_case
-@pytest.mark.parametrize("yardstick, share", [("ours", 0.7), ("bf16", 0.5)])
+@pytest.mark.parametrize(
+    "name, yardstick, share",
+    [*((name, "ours", 0.7) for name in BY_NAME), *((case.name, "bf16", 0.5) for case in CASES if not case.chooses)],
+)
 def test_a_clear_choice_is_the_oracles(name: str, yardstick: str, share: float) -> None:
     """The greedy token is the same where the margin exceeds twice the largest error, which most positions have to.
 
     With our error at the position, that leaves only argmax to be wrong. That of the public bf16 run, its largest at any
-    position, knows nothing of ours.
+    position, knows nothing of ours; where rows choose, that is another expert's, and says nothing.
     """
     logits, oracle = engine_logits(name), held(name).oracle
     off = errors(logits, oracle)
@@ -289,7 +293,7 @@ def live(request, tmp_path_factory) -> tuple[Held, Oracle]:
 
 def test_live_the_recording_is_what_the_public_code_gives(live: tuple[Held, Oracle]) -> None:
     one, oracle = live
-    assert at_most(SMALL, one.fractions(oracle.parts))
+    assert at_most(SMALL, one.fractions(Found(oracle.parts, [oracle.choices(n) for n in range(len(oracle.parts))])))
     assert errors(oracle.logits, one.oracle).ratio <= SMALL
 
 
@@ -297,3 +301,13 @@ def test_live_the_engine_agrees_with_the_public_code(live: tuple[Held, Oracle]) 
     one, oracle = live
     assert at_most(1, one.fractions(found(one.case.name), oracle))
     assert errors(engine_logits(one.case.name), oracle).ratio <= 2
+
+
+def test_live_the_hash_of_n_grams_is_made_of_the_public_code_s_numbers() -> None:
+    """Of the real layout: a checkpoint brings its own, and must have these."""
+    pytest.importorskip("torch")
+    public = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    spec = load_model("qwen3.8-flash-next")
+    own, n = spec.ngram_hash, spec.ngrams
+    assert public._build_layer_multipliers(spec.vocabulary, n.size, 0, n.seed).tolist() == list(own.multipliers)
+    assert [public._find_nth_prime_after(n.base - 1, h + 1) for h in range(n.all_heads)] == list(own.sizes)
