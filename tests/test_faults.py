@@ -60,6 +60,7 @@ SECTIONS = {
     "L": (1, 4),
     "N": (1, 3, 4),
     "O": (1, 2, 4, 5, 6, 8, 10),
+    "P": (1, 2, 4, 5, 7, 8),
     "R": (2, 3, 5, 7, 8, 9),
     "M": (1, 2, 3, 4, 5, 6, 7),
 }
@@ -92,7 +93,7 @@ def test_a_row_of_the_table_names_tests_that_exist_or_why_there_are_none():
             assert test in names_in(ROOT / "tests" / f"{file}.py"), f"{fault}: {file} has no {test}"
 
 
-@pytest.mark.parametrize("file", ["test_faults", "test_serving_faults"])
+@pytest.mark.parametrize("file", ["test_faults", "test_serving_faults", "test_flash_next_faults"])
 def test_the_table_names_every_test_of_its_own_files(file):
     named = {test for row in table().values() for test in re.findall(rf"`{file}::(test_\w+)`", row[2])}
     own = {

@@ -19,7 +19,7 @@ from backends.kept import Kept
 from refengine.checkpoint import load_weights, make_checkpoint, open_checkpoint
 from refengine.device import open_device
 from refengine.errors import UserError
-from refengine.model import Qwen35, cache_shape
+from refengine.model import Model, Qwen35, cache_shape
 from refengine.registry import load_model
 from refengine.serve.forward import Forward, Pass
 from refengine.serve.prompt_cache import PromptCache
@@ -166,9 +166,9 @@ def model(tmp_path_factory) -> Qwen35:
 class House:
     """The model on a backend whose free memory is NaN, a scheduler, and a prompt cache where asked for."""
 
-    def __init__(self, model: Qwen35, name: str = "paged", rows: int = CONTEXT, cached: bool = False, **sizes):
+    def __init__(self, model: Model, name: str = "paged", rows: int = CONTEXT, cached: bool = False, **sizes):
         sizes = {"context": CONTEXT, "streams": 3, "page_size": P, "window_rows": 4, "shuffle": 1} | sizes
-        self.backend: Backend = backend_class(name)(cache_shape(SPEC), Sizes(**sizes))
+        self.backend: Backend = backend_class(name)(cache_shape(model.spec), Sizes(**sizes))
         assert (self.backend.arena.words == POISON).all()
         self.cache = PromptCache(self.backend, P) if cached else None
         step = Forward(model, self.backend, DEVICE)
