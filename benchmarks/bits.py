@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,10 @@ RECORDED = (
     (DECODE, 1, 2100),
 )
 """What a CPU records: small enough to run there, every branch of the kernels taken."""
-DEMO = Request(
-    "qwen3.5-tiny",
-    ("window", "paged", "paged-p256"),
-    48,
-    "@docs/prompt.txt",
-    None,
-    32,
-    1,
-    256,
-    None,
-    None,
-    "auto",
-    0,
-)
+BACKENDS = ("window", "paged", "paged-p256")
+DEMO = Request("qwen3.5-tiny", BACKENDS, 48, "@docs/prompt.txt", None, 32, 1, 256, None, None, "auto", 0)
+DEMOS = {"compare": DEMO, "compare flash-next-tiny": replace(DEMO, model="flash-next-tiny")}
+"""The main job's runs."""
 
 
 def cases(full: bool) -> list[tuple[str, int, int, tuple]]:
@@ -84,11 +75,11 @@ def attention(heads: Heads, device: str, full: bool) -> dict[str, Any]:
     return {"held": held, "unequal": unequal, "hashes": hashes}
 
 
-def demo(device: str) -> dict[str, Any]:
-    """The main job's report."""
+def demo(name: str, device: str) -> dict[str, Any]:
+    """The report of one of the main job's runs."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "compare.json"
-        run(Request(**{**vars(DEMO), "device": device}), path)
+        run(replace(DEMOS[name], device=device), path)
         return json.loads(path.read_text())
 
 
@@ -106,8 +97,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.part == "demo":
-        print("\n" + json.dumps(demo(arguments.device)))
+    if arguments.part in DEMOS:
+        print("\n" + json.dumps(demo(arguments.part, arguments.device)))
         return 0
     if arguments.part:
         heads = next(h for h in HEADS if f"{h.heads}/{h.kv_heads}" == arguments.part)
@@ -119,11 +110,13 @@ def main() -> int:
 def report(arguments: argparse.Namespace) -> int:
     """Run every part, join them, hold them against the recorded hashes."""
     names = [f"{h.heads}/{h.kv_heads}" for h in HEADS]
-    running = {name: apart(name, arguments) for name in (*names, "demo")}
+    running = {name: apart(name, arguments) for name in (*names, *DEMOS)}
     found = {name: json.loads(process.communicate()[0].splitlines()[-1]) for name, process in running.items()}
     hashes = {key: value for name in names for key, value in found[name]["hashes"].items()}
-    hashes["compare logits"] = found["demo"]["arms"][0]["logits_hash"]
-    hashes["compare tokens"] = found["demo"]["arms"][0]["token_hash"]
+    for name in DEMOS:
+        hashes[f"{name} logits"] = found[name]["arms"][0]["logits_hash"]
+        hashes[f"{name} tokens"] = found[name]["arms"][0]["token_hash"]
+    verdicts = {name: found[name]["verdict"] for name in DEMOS}
     unequal = [f"{name}: {case}" for name in names for case in found[name]["unequal"]]
     recorded = json.loads(arguments.against.read_text())["hashes"] if arguments.against else {}
     missed = [f"{k}: {hashes.get(k)} here, {v} recorded" for k, v in recorded.items() if hashes.get(k) != v]
@@ -135,19 +128,19 @@ def report(arguments: argparse.Namespace) -> int:
             {"name": "bits/hashes_of_the_other_machine_met", "value": len(recorded) - len(missed), "unit": "hashes"},
             {"name": "bits/hashes_of_the_other_machine_missed", "value": len(missed), "unit": "hashes"},
         ],
-        "device": open_device(arguments.device).title, "verdict": found["demo"]["verdict"], "hashes": hashes, "unequal": unequal,
-        "missed": missed, "compare": found["demo"],
+        "device": open_device(arguments.device).title, "verdicts": verdicts, "hashes": hashes, "unequal": unequal,
+        "missed": missed, **{name: found[name] for name in DEMOS},
     }  # fmt: skip
     if arguments.json:
         write_report(arguments.json, body)
-    print(found["demo"]["verdict"])
+    print(*(f"{name}: {verdict}" for name, verdict in verdicts.items()), sep="\n")
     print(*unequal, *missed, sep="\n")
     met = len(recorded) - len(missed)
     against = (
         f"{met} recorded hashes met, {len(missed)} missed" if recorded else "held against nothing (--against FILE)"
     )
     print(f"BITS {held} cases equal, {len(unequal)} unequal; {against}")
-    return 1 if unequal or missed or not found["demo"]["verdict"].startswith("EQUAL") else 0
+    return 1 if unequal or missed or not all(v.startswith("EQUAL") for v in verdicts.values()) else 0
 
 
 if __name__ == "__main__":
