@@ -73,7 +73,7 @@ def cited(text: str) -> set[tuple[str, str]]:
     """(page, section) of every ``Spec numerics §4 and §5, attention §5``, which may go on in the next line."""
     text = re.sub(r"\s+(?:# )?", " ", text)
     found = set()
-    for first in re.finditer(rf"\b[Ss]pec ([a-z]+) {SECTION}", text):
+    for first in re.finditer(rf"\b[Ss]pec ([a-z-]+) {SECTION}", text):
         item, page = first, first[1]
         while item:
             page = item[1] or page
@@ -102,6 +102,7 @@ def test_citations_lead_to_sections():
         (f"Spec numerics §4, attention §{99}", [("attention", "99")]),
         (f"    # Spec\n    # attention §{99}", [("attention", "99")]),
         (f"spec {'nope'} §1", [("nope", "1")]),
+        (f"Spec flash-next §{99}", [("flash-next", "99")]),
         ("Spec numerics §2. Spec attention §5", []),
     ],
 )
