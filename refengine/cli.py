@@ -301,6 +301,33 @@ def pool(
     raise typer.Exit(run(request, plot, json))
 
 
+@app.command()
+def trace(
+    kernel: Annotated[str, typer.Argument(help="A kernel by name.")] = "prompt_attention",
+    layout: Annotated[str | None, typer.Option(help="The form of cache: window, paged or paged-p256.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Positions a page, of the paged layout.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the first stream in the launch.")] = None,
+    block: Annotated[str, typer.Option(help="Which block of the grid, as x,y,z.")] = "0,0,0",
+    out: Annotated[Path | None, typer.Option(help="The page to write. Default: trace-KERNEL.html.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw one step into this file, .svg.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Which step --svg shows. Default: the first that looks up a second page.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Run one block of a kernel and write down every load, store, copy, barrier, shuffle and mma, as a page to step
+    through: source lines with their bytes, page lookups and bank conflicts, the pages, shared memory.
+
+    The launch is a case of the contract, on the CPU machine. Ends `TRACED ...`, or `FAULT` and what checked mode found.
+
+    Example: `refengine trace prompt_attention --page-size 48 --out walk.html`
+    """
+    from refengine.commands.trace import Request, run
+    from refengine.lab.kernel_case import Wish
+
+    raise typer.Exit(run(Request(Wish(kernel, layout, page_size, rows, block), out, svg, step), json))
+
+
 # --- From the call to the exit status -------------------------------------------------------------------------------
 
 
