@@ -328,6 +328,38 @@ def trace(
     raise typer.Exit(run(Request(Wish(kernel, layout, page_size, rows, block), out, svg, step), json))
 
 
+@app.command("debug")
+def debug_kernel(
+    kernel: Annotated[str, typer.Argument(help="A kernel by name.")] = "prompt_attention",
+    layout: Annotated[str | None, typer.Option(help="The form of cache: window, paged or paged-p256.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Positions a page, of the paged layout.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the first stream in the launch.")] = None,
+    block: Annotated[str, typer.Option(help="Which block of the grid, as x,y,z.")] = "0,0,0",
+    lane: Annotated[
+        int | None, typer.Option(help="Whose values expressions have. Default: arrays of all lanes.")
+    ] = None,
+    stops: Annotated[
+        list[str] | None,
+        typer.Option("--break", metavar="LINE|NAME", help="Run to a line, or to a device function; may be repeated."),
+    ] = None,
+    prompt: Annotated[
+        bool, typer.Option("--prompt/--no-prompt", help="--no-prompt: run on, for the breakpoints of an editor.")
+    ] = True,
+    checked: Annotated[bool, typer.Option("--checked", help="Stop at races and missing waits, too.")] = False,
+) -> None:
+    """Step through one block of a kernel with pdb, at its own lines: a statement runs for all threads at once.
+
+    `lane N` shows a thread's values, `lanes` all of them as arrays, `where` the block, the loops' turns and the lines.
+
+    Example: `refengine debug prompt_attention --break fold_row --lane 5`
+    """
+    from refengine.commands.debug import Request, run
+    from refengine.lab.kernel_case import Wish
+
+    wish = Wish(kernel, layout, page_size, rows, block)
+    raise typer.Exit(run(Request(wish, lane, tuple(stops or ()), prompt, checked)))
+
+
 # --- From the call to the exit status -------------------------------------------------------------------------------
 
 

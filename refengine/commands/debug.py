@@ -1,0 +1,61 @@
+"""``refengine debug``: one block of a kernel under pdb, at the kernel's own lines, in lock step."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from kernels_numba.machine.checked import CheckedLaunch
+from kernels_numba.machine.cpu import Launch
+from kernels_numba.machine.one_block import one_block
+from refengine.commands.names import known_name
+from refengine.errors import UserError
+from refengine.lab.kernel_case import Wish, kernel_names, run_in
+from refengine.lab.kernel_pdb import HINT, KernelPdb
+
+
+@dataclass(frozen=True)
+class Request:
+    """A debugging as the command line asks for it. stops: breakpoints to run to. prompt: pdb's own; else an editor's debugger
+    does the stopping. checked: races and the like stop it, too."""
+
+    wish: Wish
+    lane: int | None
+    stops: tuple[str, ...]
+    prompt: bool
+    checked: bool
+
+
+def run(request: Request, stdin: TextIO | None = None) -> int:
+    """Debug one block; exit status 0. Raises UserError, and KernelError for what stopped the block.
+
+    stdin: where commands come from; None: the terminal, or what is piped in.
+    """
+    wish = request.wish
+    known_name("KERNEL", wish.kernel, kernel_names())
+    if request.lane is not None and request.lane < 0:
+        raise UserError(f"--lane {request.lane}: at least 0")
+    if not request.prompt and (request.stops or request.lane is not None):
+        raise UserError("--no-prompt: an editor stops it; leave out --break and --lane")
+    source = stdin if stdin is not None or sys.stdin.isatty() else sys.stdin
+    debugger = KernelPdb(request.lane, request.stops, source, sys.stdout)
+    around = debugger.around if request.prompt else lambda function: function
+    print(
+        f"{wish.kernel}, block {wish.block_number}. {HINT}"
+        if request.prompt
+        else f"{wish.kernel}: one block, no prompt"
+    )
+    run_in(wish, lambda: one_block(wish.kernel, wish.block_number, launch_of(request.checked), around),
+           lambda mode: mode.program is not None)  # fmt: skip
+    return 0
+
+
+def launch_of(checked: bool) -> Callable[..., Launch]:
+    """What the block runs on."""
+    if not checked:
+        return Launch
+    counters: dict[str, Any] = {"counters": Counter()}
+    return type("Watched", (CheckedLaunch,), counters)
