@@ -360,6 +360,31 @@ def debug_kernel(
     raise typer.Exit(run(Request(wish, lane, tuple(stops or ()), prompt, checked)))
 
 
+@app.command()
+def explain(
+    a: Annotated[str, typer.Argument(metavar="A", help="A report of `compare --json`, or FILE:BACKEND.")],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="Another. Default: of A's report, the backend that differs from A's."),
+    ] = None,
+    plant: Annotated[
+        str | None, typer.Option(help="Plant a fault of `equal --controls` in B, by a part of its name.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run again: auto, cpu or cuda.")] = "cpu",
+    json: Json = None,
+) -> None:
+    """Run two runs of one request again and say where they part: pass, layer, row, head and dim; the first key whose rows
+    differ, with page and slot in both; and both folds (m, l, o), tile by tile, until they part.
+
+    Ends `PARTED ...`, `EQUAL ...`, or `UNCHECKED` where a run does not repeat its report.
+
+    Example: `refengine explain tiles.json scalar.json`, each written by `refengine compare --json`
+    """
+    from refengine.commands.explain import Request, run
+
+    raise typer.Exit(run(Request(a, b, plant, device), json))
+
+
 # --- From the call to the exit status -------------------------------------------------------------------------------
 
 

@@ -255,6 +255,12 @@ def test_every_kernel_has_a_page(name):
         assert all(one["first"] <= int(line) < one["first"] + len(one["lines"]) for line in one["counts"])
 
 
+def test_the_picture_of_the_documentation_is_current(paged):
+    wanted = still_svg(paged, None)
+    command = "run: .venv/bin/refengine trace prompt_attention --svg docs/walk.svg"
+    assert (ROOT / "docs" / "walk.svg").read_text(encoding="utf-8") == wanted, command
+
+
 def test_the_page_needs_nothing_else(paged):
     page = html(paged)
     assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,"]

@@ -60,5 +60,5 @@ def still_svg(traced: Traced, number: int | None) -> str:
         if count == number or (number is None and len({entry for entry, *_ in lit.lookups}) > 1):
             break
     told = [f"lookup {n}: entry {entry} → page {page}" for n, (entry, page, *_) in enumerate(lit.lookups, 1)]
-    parts = [traced.trace.program.name, shown_turns(step.turns), f"line {step.spot.line}", *told]
+    parts = [traced.trace.program.name, shown_turns(step.turns), *told]
     return still(picture, lit, template("picture.css"), ", ".join(filter(None, parts)))
