@@ -235,6 +235,17 @@ def test_slots_say_which_item_they_hold_and_whether_it_has_landed(paged):
     assert ["copied, landed", "item 0, landed", "item 1, on its way"] in texts
 
 
+def test_a_read_of_a_slot_lights_the_rows_that_it_came_from(paged):
+    picture = MemoryPicture(paged.trace, paged.found)
+    lit = list(map(picture.lit, paged.trace.steps))
+    copied = next(one for one in lit if len(one.lookups) == 2)
+    used = next(one for one in lit if any(rect.look == "used second" for rect in one.rects))
+    rows = [[replace(r, look="") for r in one.rects if r.look in looks] for one, looks in (
+        (copied, ("read first", "read second")), (used, ("used first", "used second")),
+    )]  # fmt: skip
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
 # --- The page -------------------------------------------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ class CachePicture:
                         yield Touched(page, number, head, low - head * plane.rows, high - head * plane.rows)
 
     def lit_rows(self, spans: Spans, entries: Sequence[int], look: str) -> Iterator[Rect]:
-        """The rows in their pages and among the positions. entries: those looked up, in order; look: "read" or "write"."""
+        """The rows in their pages and among the positions. entries: looked up, in order. look: "read", "write" or "used"."""
         later = {self.table[e] for e in entries[1:] if e < len(self.table)} if self.paged else set()
         for one in self.touched(spans):
             plane, (x, y) = self.planes[one.plane], self.places[one.page]

@@ -45,12 +45,25 @@ class Lit:
     lookups: list[Lookup]
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a region holds since a copy. text: its item. source: elements of the array that it came from. entries: of the page
+    table that were looked up for it.
+    """
+
+    text: str
+    group: int
+    array: str
+    source: Spans
+    entries: Sequence[int]
+
+
 class Strip:
-    """An array as a strip from ``top`` on."""
+    """An array as a strip from ``top`` on. contents: of its regions, by name."""
 
     def __init__(self, memory: Memory, nbytes: int, top: float, regions: Sequence[Region] = ()):
         self.memory, self.nbytes, self.top, self.regions = memory, max(1, nbytes), top, regions
-        self.contents: dict[str, tuple[str, int]] = {}
+        self.contents: dict[str, Held] = {}
 
     def drawn(self) -> Iterator[Rect | Label]:
         memory = self.memory
@@ -71,23 +84,28 @@ class Strip:
             x, end = self.x(start * itemsize), self.x(stop * itemsize)
             yield Rect(tidy(x), self.top - 1, max(LEAST, tidy(end - x)), STRIP + 2, look)
 
-    def fill(self, op: Op) -> None:
-        """A copy has begun: the regions that it writes hold its item."""
-        named = [turn for spot, turns in zip(op.path, op.turns) for turn in turns if turn[0] in spot.program.params]
-        text = " ".join(next(reversed([t for t in named if t[0] == "item"]), ("copied",)))
+    def within(self, found: Spans) -> Iterator[str]:
+        """The regions that elements lie in."""
         size = self.memory.itemsize
         for region in self.regions:
-            if any(start * size < region.last and stop * size > region.first for start, stop in op.target):
-                self.contents[region.name] = (text, op.group)
+            if any(start * size < region.last and stop * size > region.first for start, stop in found):
+                yield region.name
+
+    def fill(self, op: Op, entries: Sequence[int]) -> None:
+        """A copy has begun: the regions that it writes hold its item. entries: that its step looked up."""
+        named = [turn for spot, turns in zip(op.path, op.turns) for turn in turns if turn[0] in spot.program.params]
+        text = " ".join(next(reversed([t for t in named if t[0] == "item"]), ("copied",)))
+        for name in self.within(op.target):
+            self.contents[name] = Held(text, op.group, op.array, op.source, entries)
 
     def states(self, landed: int) -> Iterator[Label]:
         """What each region holds; copies of groups from ``landed`` on are on their way."""
         for region in self.regions:
             if region.name in self.contents:
-                text, group = self.contents[region.name]
-                state = "landed" if group < landed else "on its way"
+                held = self.contents[region.name]
+                state = "landed" if held.group < landed else "on its way"
                 middle = (self.x(region.first) + self.x(region.last)) / 2
-                yield Label(tidy(middle), self.top + 12, f"{text}, {state}", "label middle over")
+                yield Label(tidy(middle), self.top + 12, f"{held.text}, {state}", "label middle over")
 
 
 def joined(found: Spans, most: int) -> Spans:
@@ -175,11 +193,19 @@ class MemoryPicture:
             yield from self.cache.lit_rows(op.source, entries, "read")
             yield from self.cache.lit_rows(op.target if not op.into else [], entries, "write")
         elif (strip := self.strip_of(op.array)) is not None:
+            yield from self.lit_origins(strip, op)
             yield from strip.lit(op.source, memory.itemsize, "read first")
             yield from strip.lit(op.target if not op.into else [], memory.itemsize, "write first")
         if op.into and (target := self.strip_of(op.into)) is not None:
-            target.fill(op)
+            target.fill(op, entries)
             yield from target.lit(op.target, self.trace.memories[op.into].itemsize, "write first")
+
+    def lit_origins(self, strip: Strip, op: Op) -> Iterator[Rect]:
+        """The rows of the cache that a read of shared memory finds there."""
+        for name in strip.within(op.source):
+            held = strip.contents.get(name)
+            if self.cache is not None and held is not None and held.array == "arena":
+                yield from self.cache.lit_rows(held.source, held.entries, "used")
 
     def strip_of(self, name: str) -> Strip | None:
         return self.strips.get(DYNAMIC if name.startswith(f"{DYNAMIC} as ") else name)
