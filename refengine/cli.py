@@ -303,7 +303,7 @@ def pool(
 
 @app.command()
 def trace(
-    kernel: Annotated[str, typer.Argument(help="A kernel by name.")] = "prompt_attention",
+    kernel: Annotated[str, typer.Argument(help="A kernel by name, or an entry of the contract.")] = "prompt_attention",
     layout: Annotated[str | None, typer.Option(help="The form of cache: window, paged or paged-p256.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Positions a page, of the paged layout.")] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of the first stream in the launch.")] = None,
@@ -330,7 +330,7 @@ def trace(
 
 @app.command("debug")
 def debug_kernel(
-    kernel: Annotated[str, typer.Argument(help="A kernel by name.")] = "prompt_attention",
+    kernel: Annotated[str, typer.Argument(help="A kernel by name, or an entry of the contract.")] = "prompt_attention",
     layout: Annotated[str | None, typer.Option(help="The form of cache: window, paged or paged-p256.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Positions a page, of the paged layout.")] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of the first stream in the launch.")] = None,

@@ -311,6 +311,13 @@ def test_a_kernel_with_a_fault_is_named(tmp_path, capsys, monkeypatch):
     assert re.search(r"^FAULT rms_norm_kernel: .*no barrier", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_an_entry_of_the_contract_stands_for_its_first_kernel(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert refengine("trace", "rms_norm") == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("open trace-rms_norm_kernel.html")
+    assert (tmp_path / "trace-rms_norm_kernel.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

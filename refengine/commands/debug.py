@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from kernels_numba.machine.checked import CheckedLaunch
 from kernels_numba.machine.cpu import Launch
 from kernels_numba.machine.one_block import one_block
-from refengine.commands.names import known_name
 from refengine.errors import UserError
-from refengine.lab.kernel_case import Wish, kernel_names, run_in
+from refengine.lab.kernel_case import Wish, kernel_named, run_in
 from refengine.lab.kernel_pdb import HINT, KernelPdb
 
 
@@ -34,8 +33,7 @@ def run(request: Request, stdin: TextIO | None = None) -> int:
 
     stdin: where commands come from; None: the terminal, or what is piped in.
     """
-    wish = request.wish
-    known_name("KERNEL", wish.kernel, kernel_names())
+    wish = replace(request.wish, kernel=kernel_named(request.wish.kernel))
     if request.lane is not None and request.lane < 0:
         raise UserError(f"--lane {request.lane}: at least 0")
     if not request.prompt and (request.stops or request.lane is not None):

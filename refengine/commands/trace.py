@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kernels_numba.machine.one_block import one_block
 from kernels_numba.machine.trace import traced
 from refengine.commands.report import check_report, show, write_report, write_whole
 from refengine.errors import UserError
-from refengine.lab.kernel_case import Launchable, Wish, run_in
+from refengine.lab.kernel_case import Launchable, Wish, kernel_named, run_in
 from refengine.lab.trace_data import COUNTERS, Function, Traced
 from refengine.lab.trace_page import html, still_svg
 
@@ -35,11 +35,12 @@ class Request:
 
 def run(request: Request, json: Path | None) -> int:
     """Trace and write; the exit status: 0, or 1 where checked mode finds a fault. Raises UserError, KernelError."""
-    out = request.out or Path(f"trace-{request.wish.kernel}.html")
+    wish = replace(request.wish, kernel=kernel_named(request.wish.kernel))
+    out = request.out or Path(f"trace-{wish.kernel}.html")
     check(request, out)
     check_report(json)
-    kernel, block = request.wish.kernel, request.wish.block_number
-    found, trace = run_in(request.wish, lambda: traced(kernel, block), lambda one: one.mode is not None)
+    kernel, block = wish.kernel, wish.block_number
+    found, trace = run_in(wish, lambda: traced(kernel, block), lambda one: one.mode is not None)
     result = Traced(trace, found)
     fault = checked_block(found, kernel, block)
     still = still_svg(result, request.step) if request.svg is not None else ""

@@ -62,10 +62,18 @@ def kernel_names() -> list[str]:
     return sorted({name for entry in entries().values() for name in entry.kernels})
 
 
+def kernel_named(name: str) -> str:
+    """A kernel by its own name, or the first one of an entry of the contract. Raises UserError for a name that is neither."""
+    entry = entries().get(name)
+    if entry is not None and entry.kernels and name not in entry.kernels:
+        return entry.kernels[0]
+    return known_name("KERNEL", name, kernel_names())
+
+
 def run_in(wish: Wish, mode: Callable[[], AbstractContextManager[Any]], launched: Callable[[Any], bool]) -> Any:
     """(case, what ``mode`` gave) of the first case that launches the kernel. launched: whether it did.
 
-    Raises UserError for an unknown kernel, or flags that its cases do not have.
+    Raises UserError for flags that its cases do not have.
     """
     for found in cases(wish):
         with mode() as result:
@@ -77,7 +85,6 @@ def run_in(wish: Wish, mode: Callable[[], AbstractContextManager[Any]], launched
 
 def cases(wish: Wish) -> Iterator[Launchable]:
     """The cases to try, the best first."""
-    known_name("KERNEL", wish.kernel, kernel_names())
     entry = next(e for e in entries().values() if wish.kernel in e.kernels)
     listed = [EXAMPLES[wish.kernel]] if wish.kernel in EXAMPLES else entry.control_cases()
     for case in listed:
