@@ -15,6 +15,9 @@ from kernels_numba.machine.checked import CheckedLaunch
 from kernels_numba.machine.one_block import one_block
 from refengine.cli import app, status_of
 from refengine.commands import debug
+from refengine.contract.controls import mutants, mutated
+from refengine.contract.registry import entry_named
+from refengine.lab import kernel_case
 from refengine.lab.kernel_case import Wish
 from refengine.lab.kernel_pdb import KernelPdb
 from refengine.lab.lane_view import bf16, runs, summary
@@ -197,7 +200,17 @@ def test_the_command_stops_in_the_prompt_kernel(capsys):
 
 def test_the_command_runs_for_an_editor(capsys):
     assert status_of(lambda: app(["debug", "rms_norm_kernel", "--no-prompt"], standalone_mode=False), debug=False) == 0
-    assert capsys.readouterr().out == "rms_norm_kernel: one block, no prompt\n"
+    assert capsys.readouterr().out == "rms_norm_kernel, block (0, 0, 0), no prompt\n"
+
+
+def test_with_checked_a_planted_race_is_a_finding(capsys, monkeypatch):
+    entry = entry_named("rms_norm")
+    fault = next(m for m in mutants(entry) if "barrier" in m.says or "barrier" in m.name)
+    monkeypatch.setattr(kernel_case, "product_modules", lambda one: mutated(entry, fault))
+    call = ["debug", "rms_norm_kernel", "--no-prompt"]
+    assert status_of(lambda: app(call, standalone_mode=False), debug=False) == 0
+    assert status_of(lambda: app([*call, "--checked"], standalone_mode=False), debug=False) == 1
+    assert re.search(r"^FAULT rms_norm_kernel: .*no barrier", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

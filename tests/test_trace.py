@@ -318,6 +318,16 @@ def test_an_entry_of_the_contract_stands_for_its_first_kernel(tmp_path, monkeypa
     assert (tmp_path / "trace-rms_norm_kernel.html").exists()
 
 
+def test_a_kernel_that_leaves_its_array_is_a_finding(tmp_path, capsys, monkeypatch):
+    entry = entry_named("rms_norm")
+    source = replace(
+        mutants(entry)[0], old="if word < x.shape[1]:\n            squares", new="if True:\n            squares"
+    )
+    monkeypatch.setattr(kernel_case, "product_modules", lambda one: mutated(entry, source))
+    assert refengine("trace", "rms_norm_kernel", "--out", tmp_path / "page.html") == 1
+    assert re.search(r"^FAULT rms_norm_kernel: .*is outside", capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

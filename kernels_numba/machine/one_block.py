@@ -18,6 +18,10 @@ class Done(Exception):
     """The block has run: nothing after it is launched."""
 
 
+class NoSuchBlock(KernelError):
+    """A block that the grid does not have: nothing has run."""
+
+
 class OneBlock:
     """Launches before the kernel's run plain. Of its own first launch one block runs, all of it in lock step, and nothing more.
 
@@ -36,12 +40,12 @@ class OneBlock:
         self.scalars: dict[str, Any] = {}
 
     def run(self, program: Program, grid: Grid, threads: int, shared_bytes: int, args: tuple) -> None:
-        """Raises KernelError for a block that the grid does not have, Done behind the block."""
+        """Raises NoSuchBlock, Done behind the block, and KernelError as launches do."""
         if program.name != self.kernel:
             cpu.run(program, cpu.fast(program), grid, threads, shared_bytes, args)
             return
         if not all(0 <= b < n for b, n in zip(self.block, grid)):
-            raise KernelError(f"{self.kernel}: block {self.block}: its grid is {grid}; name one below that")
+            raise NoSuchBlock(f"{self.kernel}: block {self.block}: its grid is {grid}; name one below that")
         self.program, self.grid, self.threads = program, grid, threads
         self.scalars = {n: a for n, a in zip(program.params, args) if not getattr(a, "ndim", 0)}
         function = self.around(cpu.stepped(program))

@@ -39,7 +39,7 @@ class Op:
     path: the kernel's statement, then those of the device functions it is in. turns: of each, at the first event. times: events.
     warps: warps with a lane in it, summed. lanes: lanes, summed. global_bytes, shared_bytes: moved. requests, passes: see
     machine/banks.py. source, target: spans of the elements that were read and written. group: of a copy, the commit group; of a
-    wait, how many groups have landed.
+    wait, how many groups have landed. into: of a copy, the shared array that it writes.
     """
 
     kind: str

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import TextIO
 
-from kernels_numba.machine.checked import CheckedLaunch
+from kernels_numba.machine import KernelError
 from kernels_numba.machine.cpu import Launch
-from kernels_numba.machine.one_block import one_block
+from kernels_numba.machine.one_block import NoSuchBlock, one_block
 from refengine.errors import UserError
-from refengine.lab.kernel_case import Wish, kernel_named, run_in
+from refengine.lab.kernel_case import Wish, checked_launch, kernel_named, run_in
 from refengine.lab.kernel_pdb import HINT, KernelPdb
 
 
@@ -29,7 +27,7 @@ class Request:
 
 
 def run(request: Request, stdin: TextIO | None = None) -> int:
-    """Debug one block; exit status 0. Raises UserError, and KernelError for what stopped the block.
+    """Debug one block; the exit status: 0, or 1 where a fault stopped it. Raises UserError, NoSuchBlock.
 
     stdin: where commands come from; None: the terminal, or what is piped in.
     """
@@ -41,19 +39,15 @@ def run(request: Request, stdin: TextIO | None = None) -> int:
     source = stdin if stdin is not None or sys.stdin.isatty() else sys.stdin
     debugger = KernelPdb(request.lane, request.stops, source, sys.stdout)
     around = debugger.around if request.prompt else lambda function: function
-    print(
-        f"{wish.kernel}, block {wish.block_number}. {HINT}"
-        if request.prompt
-        else f"{wish.kernel}: one block, no prompt"
-    )
-    run_in(wish, lambda: one_block(wish.kernel, wish.block_number, launch_of(request.checked), around),
-           lambda mode: mode.program is not None)  # fmt: skip
+    print(f"{wish.kernel}, block {wish.block_number}" + (f". {HINT}" if request.prompt else ", no prompt"))
+    make = checked_launch() if request.checked else Launch
+    try:
+        run_in(
+            wish, lambda: one_block(wish.kernel, wish.block_number, make, around), lambda one: one.program is not None
+        )
+    except NoSuchBlock:
+        raise
+    except KernelError as fault:
+        print(f"FAULT {fault}")
+        return 1
     return 0
-
-
-def launch_of(checked: bool) -> Callable[..., Launch]:
-    """What the block runs on."""
-    if not checked:
-        return Launch
-    counters: dict[str, Any] = {"counters": Counter()}
-    return type("Watched", (CheckedLaunch,), counters)

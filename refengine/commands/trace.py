@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 from rich.table import Table
 
 from kernels_numba.machine import KernelError
-from kernels_numba.machine.checked import CheckedLaunch
-from kernels_numba.machine.one_block import one_block
+from kernels_numba.machine.one_block import NoSuchBlock, one_block
 from kernels_numba.machine.trace import traced
 from refengine.commands.report import check_report, show, write_report, write_whole
 from refengine.errors import UserError
-from refengine.lab.kernel_case import Launchable, Wish, kernel_named, run_in
+from refengine.lab.kernel_case import Launchable, Wish, checked_launch, kernel_named, run_in
 from refengine.lab.trace_data import COUNTERS, Function, Traced
 from refengine.lab.trace_page import html, still_svg
 
@@ -34,13 +32,19 @@ class Request:
 
 
 def run(request: Request, json: Path | None) -> int:
-    """Trace and write; the exit status: 0, or 1 where checked mode finds a fault. Raises UserError, KernelError."""
+    """Trace and write; the exit status: 0, or 1 where a fault is found. Raises UserError, NoSuchBlock."""
     wish = replace(request.wish, kernel=kernel_named(request.wish.kernel))
     out = request.out or Path(f"trace-{wish.kernel}.html")
     check(request, out)
     check_report(json)
     kernel, block = wish.kernel, wish.block_number
-    found, trace = run_in(wish, lambda: traced(kernel, block), lambda one: one.mode is not None)
+    try:
+        found, trace = run_in(wish, lambda: traced(kernel, block), lambda one: one.mode is not None)
+    except NoSuchBlock:
+        raise
+    except KernelError as fault_of_all:
+        print(f"FAULT {fault_of_all}")
+        return 1
     result = Traced(trace, found)
     fault = checked_block(found, kernel, block)
     still = still_svg(result, request.step) if request.svg is not None else ""
@@ -64,9 +68,8 @@ def check(request: Request, out: Path) -> None:
 
 def checked_block(found: Launchable, kernel: str, block: tuple[int, int, int]) -> str:
     """What checked mode says of the same block: a race, a missing wait; or nothing."""
-    watched = type("Watched", (CheckedLaunch,), {"counters": Counter()})
     try:
-        with one_block(kernel, block, watched):
+        with one_block(kernel, block, checked_launch()):
             found.launch()
     except KernelError as fault:
         return str(fault)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from backends.layout import LAYOUTS
+from kernels_numba.machine.checked import CheckedLaunch
 from refengine.commands.names import known_name
 from refengine.contract.attention import AttentionCase
 from refengine.contract.entry import Entry, Inputs, product_modules
@@ -70,10 +72,15 @@ def kernel_named(name: str) -> str:
     return known_name("KERNEL", name, kernel_names())
 
 
+def checked_launch() -> type[CheckedLaunch]:
+    """What a block runs on in checked mode."""
+    return type("Watched", (CheckedLaunch,), {"counters": Counter()})
+
+
 def run_in(wish: Wish, mode: Callable[[], AbstractContextManager[Any]], launched: Callable[[Any], bool]) -> Any:
     """(case, what ``mode`` gave) of the first case that launches the kernel. launched: whether it did.
 
-    Raises UserError for flags that its cases do not have.
+    Raises UserError for flags that its cases do not have, NoSuchBlock, and KernelError for what stops the kernel.
     """
     for found in cases(wish):
         with mode() as result:
