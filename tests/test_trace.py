@@ -320,12 +320,13 @@ def test_an_entry_of_the_contract_stands_for_its_first_kernel(tmp_path, monkeypa
 
 def test_a_kernel_that_leaves_its_array_is_a_finding(tmp_path, capsys, monkeypatch):
     entry = entry_named("rms_norm")
-    source = replace(
-        mutants(entry)[0], old="if word < x.shape[1]:\n            squares", new="if True:\n            squares"
+    fault = replace(
+        mutants(entry)[0], old="add_squares(squares, x[row, word])", new="add_squares(squares, x[row + 99, word])"
     )
-    monkeypatch.setattr(kernel_case, "product_modules", lambda one: mutated(entry, source))
+    monkeypatch.setattr(kernel_case, "product_modules", lambda one: mutated(entry, fault))
     assert refengine("trace", "rms_norm_kernel", "--out", tmp_path / "page.html") == 1
-    assert re.search(r"^FAULT rms_norm_kernel: .*is outside", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^FAULT rms_norm_kernel: .*index 99 is outside global array x", capsys.readouterr().out, re.MULTILINE)
+    assert not (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize(

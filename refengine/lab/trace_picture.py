@@ -22,9 +22,8 @@ LEAST = 1.5
 """Width of what is lit, so that one element shows."""
 MOST_LIT = 160
 """Rectangles that a strip lights in one step; beyond, neighbours are joined."""
-
-
 Lookup = tuple[int, int, int, str]
+"""Entry of a page table, the page that it names, how many threads looked it up, and the line that asked."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Lit:
-    """What a step lights. lookups: (entry of the page table, its page, lanes that looked it up, for whom), in order."""
+    """What a step lights. lookups: in order."""
 
     rects: list[Rect]
     labels: list[Label]
