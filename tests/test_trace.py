@@ -325,7 +325,9 @@ def test_a_kernel_that_leaves_its_array_is_a_finding(tmp_path, capsys, monkeypat
     )
     monkeypatch.setattr(kernel_case, "product_modules", lambda one: mutated(entry, fault))
     assert refengine("trace", "rms_norm_kernel", "--out", tmp_path / "page.html") == 1
-    assert re.search(r"^FAULT rms_norm_kernel: .*index 99 is outside global array x", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^FAULT rms_norm_kernel: .*index 99 is outside global array x", capsys.readouterr().out, re.MULTILINE
+    )
     assert not (tmp_path / "page.html").exists()
 
 

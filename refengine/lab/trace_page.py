@@ -49,9 +49,11 @@ def svg(picture: MemoryPicture) -> str:
 def still_svg(traced: Traced, number: int | None) -> str:
     """The picture at a step, from 1 on; None: the first that looks up a second page, or else the last.
 
-    Raises UserError for a step that the trace does not have.
+    Raises UserError for a step that the trace does not have, and for a block that did nothing.
     """
     steps = traced.trace.steps
+    if not steps:
+        raise UserError("--svg: this block touches no memory; name another with --block")
     if number is not None and not 1 <= number <= len(steps):
         raise UserError(f"--step {number}: the trace has {len(steps)} steps; name one from 1 on")
     picture = MemoryPicture(traced.trace, traced.found)
