@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint contract clean
+.PHONY: demo test lint contract browser clean
 
 demo: .venv/ready
 	$(BIN)/refengine compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32
@@ -20,6 +20,10 @@ lint: .venv/ready-test
 
 contract: .venv/ready
 	$(BIN)/refengine contract
+
+# Headless Chromium out of the npm registry, for tests/test_trace_page.py, which is skipped without it.
+browser:
+	npm ci --prefix tests/browser --no-audit --no-fund
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -305,6 +305,90 @@ def pool(
     raise typer.Exit(run(request, plot, json))
 
 
+@app.command()
+def trace(
+    kernel: Annotated[str, typer.Argument(help="A kernel by name, or an entry of the contract.")] = "prompt_attention",
+    layout: Annotated[str | None, typer.Option(help="The form of cache: window, paged or paged-p256.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Positions a page, of the paged layout.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the first stream in the launch.")] = None,
+    block: Annotated[str, typer.Option(help="Which block of the grid, as x,y,z.")] = "0,0,0",
+    out: Annotated[Path | None, typer.Option(help="The page to write. Default: trace-KERNEL.html.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw one step into this file, .svg.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Which step --svg shows. Default: the first that looks up a second page.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Run one block of a kernel and write down every load, store, copy, barrier, shuffle and mma, as a page to step
+    through: source lines with their bytes, page lookups and bank conflicts, the pages, shared memory.
+
+    The launch is a case of the contract, on the CPU machine. Ends `TRACED ...`, or `FAULT` and what checked mode found.
+
+    Example: `refengine trace prompt_attention --page-size 48 --out walk.html`
+    """
+    from refengine.commands.trace import Request, run
+    from refengine.lab.kernel_case import Wish
+
+    raise typer.Exit(run(Request(Wish(kernel, layout, page_size, rows, block), out, svg, step), json))
+
+
+@app.command("debug")
+def debug_kernel(
+    kernel: Annotated[str, typer.Argument(help="A kernel by name, or an entry of the contract.")] = "prompt_attention",
+    layout: Annotated[str | None, typer.Option(help="The form of cache: window, paged or paged-p256.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Positions a page, of the paged layout.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the first stream in the launch.")] = None,
+    block: Annotated[str, typer.Option(help="Which block of the grid, as x,y,z.")] = "0,0,0",
+    lane: Annotated[
+        int | None, typer.Option(help="Whose values expressions have. Default: arrays of all lanes.")
+    ] = None,
+    stops: Annotated[
+        list[str] | None,
+        typer.Option("--break", metavar="LINE|NAME", help="Run to a line, or to a device function; may be repeated."),
+    ] = None,
+    prompt: Annotated[
+        bool, typer.Option("--prompt/--no-prompt", help="--no-prompt: run on, for the breakpoints of an editor.")
+    ] = True,
+    checked: Annotated[bool, typer.Option("--checked", help="Stop at races and missing waits, too.")] = False,
+) -> None:
+    """Step through one block of a kernel with pdb, at its own lines: a statement runs for all threads at once.
+
+    `lane N` shows a thread's values, `lanes` all of them as arrays, `where` the block, the loops' turns and the lines.
+
+    Example: `refengine debug prompt_attention --break fold_row --lane 5`
+    """
+    from refengine.commands.debug import Request, run
+    from refengine.lab.kernel_case import Wish
+
+    wish = Wish(kernel, layout, page_size, rows, block)
+    raise typer.Exit(run(Request(wish, lane, tuple(stops or ()), prompt, checked)))
+
+
+@app.command()
+def explain(
+    a: Annotated[str, typer.Argument(metavar="A", help="A report of `compare --json`, or FILE:BACKEND.")],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="Another. Default: of A's report, the backend that differs from A's."),
+    ] = None,
+    plant: Annotated[
+        str | None, typer.Option(help="Plant a fault of `equal --controls` in B, by a part of its name.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run again: auto, cpu or cuda.")] = "cpu",
+    json: Json = None,
+) -> None:
+    """Run two runs of one request again and say where they part: pass, layer, row, head and dim; the first key whose rows
+    differ, with page and slot in both; and both folds (m, l, o), tile by tile, until they part.
+
+    Ends `PARTED ...`, `EQUAL ...`, or `UNCHECKED` where a run does not repeat its report.
+
+    Example: `refengine explain tiles.json scalar.json`, each written by `refengine compare --json`
+    """
+    from refengine.commands.explain import Request, run
+
+    raise typer.Exit(run(Request(a, b, plant, device), json))
+
+
 # --- From the call to the exit status -------------------------------------------------------------------------------
 
 

@@ -512,7 +512,7 @@ def names(found):
 def test_recorded_launches_are_those_of_a_run(refengine):
     """All that a run launches is known without running; the rest needs longer prompts, more streams, drafts or kept states."""
     known = launches(load_model("qwen3.5-tiny"), PagedBackend)
-    with modes._within(Both()) as seen:
+    with modes.within(Both()) as seen:
         refengine(*SMALL, "--backends", "paged")
     assert "prompt_attention" in names(seen.launches) and set(seen.launches) <= set(known)
     rest = [f"{n.program.name} {arguments(n.program)}" for n in known if n not in seen.launches]

@@ -53,11 +53,15 @@ class Scope:
 
 
 class Translator(Expressions):
-    """Translates one Program: its statements, and through Expressions what is in them."""
+    """Translates one Program: its statements, and through Expressions what is in them.
+
+    masks: the variable that holds the lanes of the statement on a line, for debuggers.
+    """
 
     def __init__(self, program: Program, callee: Callable, ranks: tuple[int, ...] | None):
         super().__init__(program, callee, ranks)
         self.loops: list[Loop] = []
+        self.masks: dict[int, str] = {}
 
     # --- The function ---------------------------------------------------------------------------------------------------
 
@@ -82,6 +86,7 @@ class Translator(Expressions):
         out: list[ast.stmt] = []
         for i, statement in enumerate(body):
             rest = body[i + 1 :]
+            self.masks[statement.lineno] = scope.mask
             here = replace(scope, after=live_before(rest, scope.after, scope.exits))
             out += [locate(s, statement) for s in self.statement(statement, here)]
             if isinstance(statement, JUMPS):
@@ -193,7 +198,7 @@ class Translator(Expressions):
         self.count_up(node)
         pair = ast.Tuple([ast.Name(node.target.id, ast.Store()), ast.Name(turn, ast.Store())], ast.Store())
         body = self.turn(node, loop, turn, scope)
-        steps = method("steps", load_name(scope.mask), *bounds)
+        steps = locate(method("steps", load_name(scope.mask), *bounds), node.iter)
         self.loops.pop()
         self.ints.pop(node.target.id, None)
         return [assign(loop.broke, ast.Constant(None)), ast.For(pair, steps, body, [])]
@@ -286,7 +291,7 @@ def translate(
     casts = {f"cast_{name}": cast for name, cast in lanes.CASTS.items()}
     helpers = {**vars(lanes), **casts, **support}
     namespace = {helper(name): value for name, value in helpers.items() if callable(value)}
-    namespace |= {**translator.namespace, "__lockstep__": program}
+    namespace |= {**translator.namespace, "__lockstep__": program, "__masks__": translator.masks}
     made: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(module), program.filename, "exec"), namespace, made)
     return made[program.tree.name]

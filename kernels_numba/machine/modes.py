@@ -109,7 +109,8 @@ def current() -> Any:
 
 
 @contextmanager
-def _within(mode: Any) -> Iterator[Any]:
+def within(mode: Any) -> Iterator[Any]:
+    """Launches inside run in this mode."""
     token = _mode.set(mode)
     try:
         yield mode
@@ -124,14 +125,14 @@ def checked(sample: Callable[[Grid], Grid | None] | None = None) -> AbstractCont
     of all (a kernel that gives other results when run twice must be checked whole). Default: all blocks.
     Raises KernelError at the first finding, naming kernel, lines, thread and word.
     """
-    return _within(Checked(sample))
+    return within(Checked(sample))
 
 
 def recorded() -> AbstractContextManager[Recording]:
     """Launches on the CPU machine inside ``with recorded():`` are noted and do not run: no array changes."""
-    return _within(Recording())
+    return within(Recording())
 
 
 def watched(see: Callable[[str, dict[str, Any]], None]) -> AbstractContextManager[Watched]:
     """Inside ``with watched(see):`` each launch is followed by ``see(kernel's name, its arguments by name)``."""
-    return _within(Watched(see))
+    return within(Watched(see))

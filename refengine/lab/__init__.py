@@ -1,1 +1,1 @@
-"""Pictures, tables and excerpts of the engine's own parts, for the documentation: made by the code that they show."""
+"""The engine's own parts to look at: pictures, tables and excerpts for the documentation, traces and a debugger of kernels."""
