@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint contract browser clean
+.PHONY: demo test lint contract browser tutorials clean
 
 demo: .venv/ready
 	$(BIN)/refengine compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32
@@ -25,6 +25,11 @@ contract: .venv/ready
 browser:
 	npm ci --prefix tests/browser --no-audit --no-fund
 
+# Executed two at a time, as notebooks in build/tutorials.
+tutorials: export OPENBLAS_NUM_THREADS := 1
+tutorials: .venv/ready-tutorials
+	$(BIN)/python -m refengine.lab.execute
+
 clean:
 	rm -rf .venv build *.egg-info
 
@@ -39,4 +44,8 @@ clean:
 
 .venv/ready-test: setup.cfg pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
+	@touch $@ .venv/ready
+
+.venv/ready-tutorials: setup.cfg pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[tutorials]'
 	@touch $@ .venv/ready

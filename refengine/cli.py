@@ -389,6 +389,44 @@ def explain(
     raise typer.Exit(run(Request(a, b, plant, device), json))
 
 
+tutorial_app = typer.Typer(
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    help="The exercises of the tutorials: begin one, check the answers.\n\nExample: `refengine tutorial start 01`",
+)
+app.add_typer(tutorial_app, name="tutorial")
+TutorialNumber = Annotated[str, typer.Argument(metavar="NUMBER", help="Of the tutorial: 01, or 1.")]
+
+
+@tutorial_app.command("start")
+def tutorial_start(
+    number: TutorialNumber,
+    folder: Annotated[Path, typer.Argument(help="Where to put them.")] = Path("answers"),
+) -> None:
+    """Write a file of empty answers, FOLDER/tNN.py: functions whose docstrings say what to do.
+
+    Example: `refengine tutorial start 01`
+    """
+    from refengine.commands.tutorial import start
+
+    raise typer.Exit(start(number, folder))
+
+
+@tutorial_app.command("check")
+def tutorial_check(
+    number: TutorialNumber,
+    answers: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the answers lie.")] = Path("answers"),
+    solution: Annotated[bool, typer.Option("--solution", help="Check the solution instead.")] = False,
+) -> None:
+    """Run a tutorial's tests on your answers. Ends `TUTORIAL NN m of n passed`; status 0 only if all did.
+
+    Example: `refengine tutorial check 01`
+    """
+    from refengine.commands.tutorial import check
+
+    raise typer.Exit(check(number, answers, solution))
+
+
 # --- From the call to the exit status -------------------------------------------------------------------------------
 
 

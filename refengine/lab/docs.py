@@ -10,11 +10,11 @@ A part stands between ``<!-- KIND arguments -->`` and ``<!-- /KIND -->``, each o
     claims FILE             a benchmark's figures
     dialect                 the instructions of the kernel dialect
     demo                    what ``make demo`` prints; written anew only with --demo, which runs it
+    tutorials               the tutorials that there are
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
@@ -26,19 +26,21 @@ from typing import Annotated
 import typer
 
 from refengine.lab.dialect_table import dialect_table
+from refengine.lab.sources import ROOT, DocsError, excerpt
+from refengine.lab.tutorials import tutorials
 
-ROOT = Path(__file__).parents[2]
 PART = re.compile(r"^<!-- (\w+)((?: [^\n]*)?) -->\n(.*?)^<!-- /\1 -->$", re.MULTILINE | re.DOTALL)
 DEMO = "compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32"
 
 
-class DocsError(Exception):
-    """A part that cannot be made: one line naming what is wrong."""
-
-
 def pages() -> list[Path]:
     """The Markdown pages that may have generated parts."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "tutorials" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
 
 
 # --- The kinds of parts -------------------------------------------------------------------------------------------------
@@ -46,16 +48,7 @@ def pages() -> list[Path]:
 
 def source(file: str, *names: str) -> str:
     """Top-level definitions of a Python file, as they stand, decorators too."""
-    text = (ROOT / file).read_text()
-    found = {node.name: node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    if missing := [name for name in names if name not in found]:
-        raise DocsError(f"{file}: has no function or class {missing[0]}")
-    return fenced("python", "\n\n\n".join(lines_of(text, found[name]) for name in names))
-
-
-def lines_of(text: str, node: ast.FunctionDef | ast.ClassDef) -> str:
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return fenced("python", "\n\n\n".join(excerpt(file, name).text for name in names))
 
 
 def run(file: str) -> str:
@@ -86,6 +79,12 @@ def demo() -> str:
     return output("demo", [sys.executable, "-m", "refengine.cli", *DEMO.split()])
 
 
+def tutorial_list() -> str:
+    """A row a tutorial: number, title, the question."""
+    rows = [f"| [{t.number}]({t.path.name}) | {t.title} | {t.question} |" for t in tutorials()]
+    return "\n".join(["| | tutorial | the question |", "|---|---|---|", *rows])
+
+
 def fenced(language: str, text: str) -> str:
     return f"```{language}\n{text}\n```"
 
@@ -96,6 +95,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "claims": claims,
     "dialect": dialect_table,
     "demo": demo,
+    "tutorials": tutorial_list,
 }
 
 
