@@ -21,7 +21,8 @@ from refengine.lab.tutorials import SECTIONS, Tutorial, find_tutorial
 
 ALL = tutorials.tutorials()
 EACH = pytest.mark.parametrize("tutorial", [pytest.param(t, id=t.number) for t in ALL])
-MOST_LINES = 400
+LEAST_LINES, MOST_LINES = 120, 350
+"""Of text and code, without blank ones."""
 
 
 # --- The parts of a tutorial ----------------------------------------------------------------------------------------------
@@ -32,7 +33,8 @@ def test_it_has_its_sections_in_order(tutorial):
     assert [section for section in tutorial.sections if section in SECTIONS] == list(SECTIONS)
     assert tutorial.cells[0][1].startswith(f"# {tutorial.number} · "), "the first cell is its title"
     assert tutorial.question and tutorial.question.count("?") >= 1
-    assert len(tutorial.path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    written = [line for _, text in tutorial.cells for line in text.splitlines() if line.strip()]
+    assert LEAST_LINES <= len(written) <= MOST_LINES
 
 
 @EACH

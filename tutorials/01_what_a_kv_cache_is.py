@@ -2,7 +2,8 @@
 """
 # 01 · What a KV cache is
 
-You need Python and NumPy, no GPU. Run the cells in Jupyter, or the whole file with `python tutorials/01_what_a_kv_cache_is.py`.
+You need Python and NumPy, no GPU. Run the cells in Jupyter, or the whole file with `python
+tutorials/01_what_a_kv_cache_is.py`.
 """
 
 # %%
@@ -22,8 +23,8 @@ from refengine.verify.attention_bits import Bench, Heads
 """
 ## The question
 
-A language model writes one token at a time, and each new token looks back at all the tokens before it. Does the model read the
-whole text again for every token?
+A language model writes one token at a time, and each new token looks back at all the tokens before it. Does the model
+read the whole text again for every token?
 
 It does not. It keeps what the older tokens left behind, in a *KV cache*.
 """
@@ -38,10 +39,11 @@ In an attention layer each token has three small vectors:
 * a **key** `k`: what it can be found by,
 * a **value** `v`: what it gives to those who find it.
 
-A token compares its query with every key up to its own. Each dot product is a *score*. `exp` makes a positive weight of a score,
-and the weights are divided by their sum: that is *softmax*. The result is the weighted sum of the values.
+A token compares its query with every key up to its own. Each dot product is a *score*. `exp` makes a positive weight
+of a score, and the weights are divided by their sum: that is *softmax*. The result is the weighted sum of the values.
 
-Three tokens, two numbers a vector. The third token's query is `[1, 0]`, so its scores are the first numbers of the keys:
+Three tokens, two numbers a vector. The third token's query is `[1, 0]`, so its scores are the first numbers of the
+keys:
 
 | token | key | score | exp(score) | weight | value |
 |---|---|---|---|---|---|
@@ -70,8 +72,9 @@ assert np.allclose(attend(query, keys, values), [2, 5])
 """
 Real layers also multiply each score by `1 / sqrt(D)`, which was left out here.
 
-Now look at what the third token needed of the other two: their keys and values. Not their queries. And a token never looks
-*forward*, so nothing that comes later changes an older token's key or value. They can be computed once and kept.
+Now look at what the third token needed of the other two: their keys and values. Not their queries. And a token never
+looks *forward*, so nothing that comes later changes an older token's key or value. They can be computed once and
+kept.
 
 A fourth token arrives. With the cache, only its own three vectors are new:
 """
@@ -90,9 +93,9 @@ print("the fourth token's result:", with_cache.round(3))
 
 # %% [markdown]
 """
-What does it save? Take a prompt of 1,000 tokens and a reply of 100. Without a cache, token after token, the model computes 1,000
-rows, then 1,001, then 1,002, and so on. With a cache it computes the prompt once, which gives the first token of the reply, and
-then one row for each of the 99 others.
+What does it save? Take a prompt of 1,000 tokens and a reply of 100. Without a cache, token after token, the model
+computes 1,000 rows, then 1,001, then 1,002, and so on. With a cache it computes the prompt once, which gives the
+first token of the reply, and then one row for each of the 99 others.
 """
 
 # %%
@@ -107,8 +110,8 @@ table(["", "rows computed"], [["without a cache", without], ["with a cache", cac
 ## The code
 
 In the engine an attention layer is a few lines. A matrix product gives the queries, keys and values of the new tokens
-(`projected`). `backend.store` puts keys and values into the cache, and `backend.attend` reads the whole cache. A *backend* is a
-form of cache; you will meet three of them in tutorial 02.
+(`projected`). `backend.store` puts keys and values into the cache, and `backend.attend` reads the whole cache. A
+*backend* is a form of cache; you will meet three of them in tutorial 02.
 """
 
 # %%
@@ -116,16 +119,17 @@ show("refengine/model/blocks.py", "Blocks.attention")
 
 # %% [markdown]
 """
-The two lines that matter are `q = backend.store(...)` and `backend.attend(...)`. (The lines with `sparse` in them are for a model
-of tutorial 13. The gate and the last product belong to the model, not to the cache.)
+The two lines that matter are `q = backend.store(...)` and `backend.attend(...)`. (The lines with `sparse` in them are
+for a model of tutorial 13. The gate and the last product belong to the model, not to the cache.)
 
-What does `store` write? For each token and each KV head a key and a value, a *row* each. Below is the GPU kernel that does it for
-a prompt, written in Python. Many threads run it, and each does a small part. You need not follow every name. Look for two things:
+What does `store` write? For each token and each KV head a key and a value, a *row* each. Below is the GPU kernel that
+does it for a prompt, written in Python. Many threads run it, and each does a small part. You need not follow every
+name. Look for two things:
 
-* A query (`if head < H`) is normed, rotated and handed back by `store_row`. *Rotated* means that the token's position is mixed
-  into it.
-* A key (`elif head < H + HK`) is normed and rotated, too. Then it goes to `store_cached`, into the array `arena`: that is the
-  cache. The value follows it as it is.
+* A query (`if head < H`) is normed, rotated and handed back by `store_row`. *Rotated* means that the token's position
+  is mixed into it.
+* A key (`elif head < H + HK`) is normed and rotated, too. Then it goes to `store_cached`, into the array `arena`:
+  that is the cache. The value follows it as it is.
 
 A token's position never changes, so neither does what was stored.
 """
@@ -135,11 +139,11 @@ show("kernels_numba/rope_store.py", "rope_store_kernel")
 
 # %% [markdown]
 """
-Let us run this kernel. `Bench` has random projections for a layer of 4 query heads that share 1 KV head of 64 numbers. The
-kernels run here on your CPU, and give the bits that a GPU gives.
+Let us run this kernel. `Bench` has random projections for a layer of 4 query heads that share 1 KV head of 64
+numbers. The kernels run here on your CPU, and give the bits that a GPU gives.
 
-The backend `window` is the simplest cache: one contiguous stretch of memory for each text. A *stream* is a text's place in it. A
-*pass* is one run over some new tokens.
+The backend `window` is the simplest cache: one contiguous stretch of memory for each text. A *stream* is a text's
+place in it. A *pass* is one run over some new tokens.
 """
 
 # %%
@@ -169,8 +173,8 @@ print("output:", all_at_once.shape, all_at_once.dtype, "- positions in the cache
 
 # %% [markdown]
 """
-Now the same text in two passes: 99 tokens, then the last one alone. The second pass is given one row. It can only know the
-other 99 tokens from the cache.
+Now the same text in two passes: 99 tokens, then the last one alone. The second pass is given one row. It can only
+know the other 99 tokens from the cache.
 """
 
 # %%
@@ -184,9 +188,9 @@ print("the last token's result is the same in every bit")
 
 # %% [markdown]
 """
-And what changed in memory? The arena is an array of 32-bit words. A word holds two numbers of 16 bits (*bf16*: a float with 8
-bits of precision). So a key of 64 numbers is 32 words, and so is a value. One pass over one token must write 64 words. The rest
-must stay as it was.
+And what changed in memory? The arena is an array of 32-bit words. A word holds two numbers of 16 bits (*bf16*: a
+float with 8 bits of precision). So a key of 64 numbers is 32 words, and so is a value. One pass over one token must
+write 64 words. The rest must stay as it was.
 """
 
 # %%
@@ -196,8 +200,8 @@ print("words written:", len(changed_words), "of", f"{len(before):,}")
 
 # %% [markdown]
 """
-Is the cache really read? Spoil it and see. Here the key of token 40 is replaced by *not a number*, after the 99 tokens were
-read. The last token's result must be lost.
+Is the cache really read? Spoil it and see. Here the key of token 40 is replaced by *not a number*, after the 99
+tokens were read. The last token's result must be lost.
 """
 
 # %%
@@ -211,8 +215,8 @@ print("with one key spoiled, the result is", spoiled[0, 0, 0])
 
 # %% [markdown]
 """
-The price is memory. A token leaves a key and a value in each attention layer, for each KV head. For `qwen3.8-27b` that is
-16 attention layers · 4 KV heads · 256 numbers · 2 (key and value) · 2 bytes = 65,536 bytes.
+The price is memory. A token leaves a key and a value in each attention layer, for each KV head. For `qwen3.8-27b`
+that is 16 attention layers · 4 KV heads · 256 numbers · 2 (key and value) · 2 bytes = 65,536 bytes.
 
 (Its other 48 layers are of another kind, Gated DeltaNet: they keep a state of fixed size. See tutorial 12.)
 """
@@ -237,17 +241,18 @@ table(
 """
 Two things follow, and the other tutorials are about them:
 
-* **Room.** One long text takes gigabytes. Many texts at once, of lengths that nobody knows in advance, do not fit if each
-  reserves the most that it might need (tutorials 02 and 09).
-* **Reading.** A new token reads the whole cache of its text, in each layer. In long texts this is most of the work (tutorial 06).
+* **Room.** One long text takes gigabytes. Many texts at once, of lengths that nobody knows in advance, do not fit if
+  each reserves the most that it might need (tutorials 02 and 09).
+* **Reading.** A new token reads the whole cache of its text, in each layer. In long texts this is most of the work
+  (tutorial 06).
 """
 
 # %% [markdown]
 """
 ## A picture
 
-Each line is a step of the model; each column is a token of the text. Dark: a row that is computed in this step. Pale: a row whose
-key and value are read from the cache. Eight tokens of prompt, then a reply.
+Each line is a step of the model; each column is a token of the text. Dark: a row that is computed in this step. Pale:
+a row whose key and value are read from the cache. Eight tokens of prompt, then a reply.
 """
 
 
@@ -282,8 +287,9 @@ picture("01-steps", figure)
 The first command writes `answers/t01.py`: functions to fill in. The second says which are right.
 
 1. `cache_bytes`: how many bytes do so many positions take?
-2. `attend`: attention of one query, as above, with the scale. Beware: `exp(1000)` is infinite. Subtract the largest score first;
-   the weights stay the same. (Why? `exp(s - m) = exp(s) / exp(m)`, and the division by the sum takes `exp(m)` out.)
+2. `attend`: attention of one query, as above, with the scale. Beware: `exp(1000)` is infinite. Subtract the largest
+   score first; the weights stay the same. (Why? `exp(s - m) = exp(s) / exp(m)`, and the division by the sum takes
+   `exp(m)` out.)
 3. `step`: one token through a cache that grows.
 
 `.venv/bin/refengine tutorial check 01 --solution` runs the same tests on the solution,
@@ -295,8 +301,8 @@ The first command writes `answers/t01.py`: functions to fill in. The second says
 ## What production engines do
 
 * Every engine that serves language models keeps such a cache in GPU memory: vLLM, SGLang, TensorRT-LLM, llama.cpp.
-* Models are built to make it small. In *grouped-query attention* several query heads share one KV head: 24 query heads share 4 in
-  `qwen3.8-27b`. DeepSeek's *latent attention* (MLA) keeps one compressed vector a token, from which
+* Models are built to make it small. In *grouped-query attention* several query heads share one KV head: 24 query
+  heads share 4 in `qwen3.8-27b`. DeepSeek's *latent attention* (MLA) keeps one compressed vector a token, from which
   all heads' keys and values follow.
 * Caches of 8 bits halve it again: vLLM, SGLang and TensorRT-LLM can keep keys and values in fp8. So can this engine
   (tutorial 11).
@@ -311,5 +317,6 @@ assert model.kv_bytes_per_token("fp8") == 16 * 4 * 2 * (256 + 1)  # a byte a num
 """
 ## Next
 
-[02 · Pages and page tables](02_pages_and_page_tables.py): where the rows lie, when a text need not have one contiguous stretch.
+[02 · Pages and page tables](02_pages_and_page_tables.py): where the rows lie, when a text need not have one
+contiguous stretch.
 """

@@ -2,7 +2,8 @@
 """
 # 02 · Pages and page tables
 
-Before this: [01 · What a KV cache is](01_what_a_kv_cache_is.py). The words *row*, *stream*, *pass* and *window* come from there.
+Before this: [01 · What a KV cache is](01_what_a_kv_cache_is.py). The words *row*, *stream*, *pass* and *window* come
+from there.
 """
 
 # %%
@@ -18,19 +19,19 @@ from refengine.verify.attention_bits import Bench, Heads
 """
 ## The question
 
-A text's cache grows token by token, and nobody knows how long the text will be. How much memory do you give it, and what do you
-do with the part that it never uses?
+A text's cache grows token by token, and nobody knows how long the text will be. How much memory do you give it, and
+what do you do with the part that it never uses?
 
-With a window you must decide at the start: reserve room for the longest text that is allowed. A reply that ends early has
-reserved it for nothing. Operating systems met this problem long ago, and the answer is the same here: *pages*.
+With a window you must decide at the start: reserve room for the longest text that is allowed. A reply that ends early
+has reserved it for nothing. Operating systems met this problem long ago, and the answer is the same here: *pages*.
 """
 
 # %% [markdown]
 """
 ## A worked example in numbers
 
-Take a memory of 24 rows, cut into 6 pages of 4 rows. Two texts, A and B, arrive together. A has 6 tokens, B has 3. Pages are
-handed out in some order, here 4, 1, 5, 0, 2, 3.
+Take a memory of 24 rows, cut into 6 pages of 4 rows. Two texts, A and B, arrive together. A has 6 tokens, B has 3.
+Pages are handed out in some order, here 4, 1, 5, 0, 2, 3.
 
 * A needs 2 pages for 6 rows: it gets 4 and 1.
 * B needs 1 page for 3 rows: it gets 5.
@@ -38,8 +39,9 @@ handed out in some order, here 4, 1, 5, 0, 2, 3.
 
 Each text keeps a list of its pages, in the order of its tokens: the **page table**. A's is `[4, 1, 0]`, B's is `[5]`.
 
-Where is A's token 6? A page has 4 rows, so it is in entry 6 // 4 = 1 of the table, in slot 6 % 4 = 2 of that page. Entry 1 says
-page 1. So it is row 1 · 4 + 2 = 6 of the memory. And A's token 2: entry 0, slot 2, page 4, row 4 · 4 + 2 = 18.
+Where is A's token 6? A page has 4 rows, so it is in entry 6 // 4 = 1 of the table, in slot 6 % 4 = 2 of that page.
+Entry 1 says page 1. So it is row 1 · 4 + 2 = 6 of the memory. And A's token 2: entry 0, slot 2, page 4, row 4 · 4 + 2
+= 18.
 """
 
 # %%
@@ -67,13 +69,13 @@ table(["page", "rows"], [[page, " ".join(rows)] for page, rows in enumerate(memo
 
 # %% [markdown]
 """
-A's rows are all over the memory, and nobody minds: the table finds them. What is lost is only the end of each text's last page: 3
-slots of A, 1 of B. Pages 2 and 3 are free for a third text.
+A's rows are all over the memory, and nobody minds: the table finds them. What is lost is only the end of each text's
+last page: 3 slots of A, 1 of B. Pages 2 and 3 are free for a third text.
 
 ## The code
 
-This is the engine's own address function, in the three forms that it comes in. `locate` says where a position's page starts in
-the arena (`start`) and which slot of that page the position takes.
+This is the engine's own address function, in the three forms that it comes in. `locate` says where a position's page
+starts in the arena (`start`) and which slot of that page the position takes.
 """
 
 # %%
@@ -82,21 +84,24 @@ show("backends/layout.py", "locate_window", "locate_paged", "locate_paged_p256")
 # %% [markdown]
 """
 * **window**: the whole window counts as one page. The slot is the position.
-* **paged**: what you just did by hand. `ptok` is the page size in tokens, `pages` holds the page tables of all streams, and
-  `table` is where this stream's table begins in it. `count` counts the lookup, for those who want to know.
-* **paged-p256**: the page size is always 256. Then `pos // 256` is a shift by 8 bits, and `pos % 256` keeps the low 8 bits. The
-  compiler knows it, so nothing is divided.
+* **paged**: what you just did by hand. `ptok` is the page size in tokens, `pages` holds the page tables of all
+  streams, and `table` is where this stream's table begins in it. `count` counts the lookup, for those who want to
+  know.
+* **paged-p256**: the page size is always 256. Then `pos // 256` is a shift by 8 bits, and `pos % 256` keeps the low 8
+  bits. The compiler knows it, so nothing is divided.
 
-A page of the real cache holds more than one row a token. It has, for each attention layer, all keys of the page, then all
-values, each KV head's rows side by side. So the whole address of a row is
+A page of the real cache holds more than one row a token. It has, for each attention layer, all keys of the page, then
+all values, each KV head's rows side by side. So the whole address of a row is
 
     start = page · page_words
     word  = start + plane + (kv_head · page_size + slot) · head_dim / 2
 
-`plane` is where the layer's keys (or values) begin in a page. A *word* is 32 bits: two numbers of 16 bits, hence `head_dim / 2`.
+`plane` is where the layer's keys (or values) begin in a page. A *word* is 32 bits: two numbers of 16 bits, hence
+`head_dim / 2`.
 
-Let us do it by hand once. `PageWalk` is a stream of the model `qwen3.5-tiny` in pages of 48. The model has 2 attention layers, 2
-KV heads and `head_dim` 256. Look for the key of position 50, KV head 1, in its first attention layer, number 3:
+Let us do it by hand once. `PageWalk` is a stream of the model `qwen3.5-tiny` in pages of 48. The model has 2
+attention layers, 2 KV heads and `head_dim` 256. Look for the key of position 50, KV head 1, in its first attention
+layer, number 3:
 """
 
 # %%
@@ -130,12 +135,13 @@ show("backends/pool.py", "PagePool.lowest")
 """
 In steps:
 
-1. `pages_for(end)` is the number of pages for so many positions, rounded up. What the stream has already is taken off.
+1. `pages_for(end)` is the number of pages for so many positions, rounded up. What the stream has already is taken
+   off.
 2. The pool looks for the first pages that nobody holds, in its order, and writes down that they have a holder now.
 3. `enter` writes their numbers into the stream's part of the table, behind those that stand there.
 
-No row is moved or copied. (Why *claim*? A stream is promised its pages when it begins, so that it cannot get stuck half way:
-tutorial 09.)
+No row is moved or copied. (Why *claim*? A stream is promised its pages when it begins, so that it cannot get stuck
+half way: tutorial 09.)
 
 Now the kernels. The same random text of 100 tokens is read through a window and through pages of 48, handed out in
 shuffled order.
@@ -177,8 +183,8 @@ print("the same in every bit")
 """
 Equal in every bit, not just nearly. Tutorial 04 says why that must be so.
 
-Does the kernel use the table at all? Exchange two entries after the rows were stored, and look again. Each position's row is then
-found in the place of another.
+Does the kernel use the table at all? Exchange two entries after the rows were stored, and look again. Each position's
+row is then found in the place of another.
 """
 
 
@@ -211,8 +217,8 @@ assert backend.pool.null_page == 5  # not one of the pool's pages: entries not i
 """
 ### What page size?
 
-A small page loses little at the end of a text. A large page has fewer entries to look up. Here is the loss, for some texts where
-up to 8,192 positions are allowed. Windows would reserve 8,192 for each.
+A small page loses little at the end of a text. A large page has fewer entries to look up. Here is the loss, for some
+texts where up to 8,192 positions are allowed. Windows would reserve 8,192 for each.
 """
 
 # %%
@@ -237,9 +243,9 @@ A text never loses a whole page, so the loss is small as soon as texts are much 
 
 ## A picture
 
-The same stream as above, drawn from the addresses that the kernels compute. Attention fetches 32 neighbouring positions at a
-time, an *item*. With pages of 48, item 1 (positions 32 to 63) begins in one page and ends in another: it *straddles*. One lookup
-does not find all of its rows, so a second one is made.
+The same stream as above, drawn from the addresses that the kernels compute. Attention fetches 32 neighbouring
+positions at a time, an *item*. With pages of 48, item 1 (positions 32 to 63) begins in one page and ends in another:
+it *straddles*. One lookup does not find all of its rows, so a second one is made.
 """
 
 # %%
@@ -263,23 +269,23 @@ assert PageWalk(page_size=64).straddling == []  # 32 divides 64
 """
 ## What production engines do
 
-* vLLM made this idea known as *PagedAttention*. It says *block* for a page and *block table* for a page table; 16 tokens a block
-  is its usual size on GPUs.
+* vLLM made this idea known as *PagedAttention*. It says *block* for a page and *block table* for a page table; 16
+  tokens a block is its usual size on GPUs.
 * SGLang has a table with an entry for each token, which is a page size of 1; larger pages can be chosen.
-* FlashInfer takes the tables of all streams in one array, with three lists: where each stream's part begins (`kv_indptr`), the
-  pages (`kv_indices`), and how many rows the last page has (`kv_last_page_len`).
-* FlashAttention-2 wants page sizes that 256 divides. Hugging Face transformers takes 256 for its continuous batching, and
-  nano-vllm does too. That is why this engine has a form with 256 built in.
+* FlashInfer takes the tables of all streams in one array, with three lists: where each stream's part begins
+  (`kv_indptr`), the pages (`kv_indices`), and how many rows the last page has (`kv_last_page_len`).
+* FlashAttention-2 wants page sizes that 256 divides. Hugging Face transformers takes 256 for its continuous batching,
+  and nano-vllm does too. That is why this engine has a form with 256 built in.
 * TensorRT-LLM has a paged cache, too; it says *tokens per block*.
 
-Unused entries are a classic source of faults. Here they name the *null page*, which lies behind the pool's pages. All memory that
-nobody wrote holds *not a number*: a kernel that reads it by mistake cannot hide it.
+Unused entries are a classic source of faults. Here they name the *null page*, which lies behind the pool's pages. All
+memory that nobody wrote holds *not a number*: a kernel that reads it by mistake cannot hide it.
 """
 
 # %% [markdown]
 """
 ## Next
 
-[03 · The prompt kernel, tile by tile](03_the_prompt_kernel_tile_by_tile.py): what attention does with the rows, once it has found
-them. [Paging, in one page](../docs/paging.md) has this tutorial's words and addresses for reference.
+[03 · The prompt kernel, tile by tile](03_the_prompt_kernel_tile_by_tile.py): what attention does with the rows, once
+it has found them. [Paging, in one page](../docs/paging.md) has this tutorial's words and addresses for reference.
 """
