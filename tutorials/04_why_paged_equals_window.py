@@ -109,6 +109,11 @@ show("kernels_numba/prompt_attention.py", "stage_item", start="start, slot = lay
 
 # %% [markdown]
 """
+1. `layout.locate` finds the item's first row: one lookup.
+2. Where pages may end inside an item (`layout.straddles`), a row past the page's edge is looked up for itself.
+3. `cp_async16` starts the copy of 16 bytes to the row's place in shared memory, which is the same for every page size. Rows
+   past the end of the text (`present` is false) become zeros.
+
 From there on a row has its place in the item, and nobody knows which page it came from. The sum of a tile's 64 weights, for
 example, is always this tree:
 """
@@ -222,9 +227,25 @@ with changed("kernels_numba.prompt_attention", from_the_end):
 
 # %% [markdown]
 """
-Few outputs differ, for most of the difference is rounded away when a result becomes bf16. That makes this fault so unpleasant:
-short tests pass. Then, in some long reply, two words are almost equally likely, the other one wins, and all that follows is
-another text.
+Few outputs differ, for most of the difference is rounded away when a result becomes bf16. That makes this fault so
+unpleasant: short tests pass. Then, in some long reply, two words are almost equally likely, the other one wins, and all
+that follows is another text.
+
+It can hide even better. Add up the eight blocks of `row_sum` in another order, and no output of this text differs:
+"""
+
+# %%
+another_tree = {"(w04 + w26) + (w15 + w37)": "((w04 + w26) + w15) + w37"}
+show_edits(another_tree)
+with changed("kernels_numba.prompt_attention", another_tree):
+    hidden = attend("paged")
+assert (bits(hidden) == bits(window)).all()
+
+# %% [markdown]
+"""
+The sums do differ in their last bits (exercise 1 shows it); here all of it was rounded away. Equal in one test is not equal.
+So the engine's contract runs each kernel on many cases, and plants faults to see that they are found. This very change is
+one of them, in [mutants/prompt_attention.yaml](../refengine/contract/mutants/prompt_attention.yaml).
 
 ### 2. Another tile
 
@@ -287,9 +308,9 @@ last 10 rows are others. And how a server cuts a prompt depends on who else is t
 
 ### 4. Rescaling in another order
 
-When a tile brings a larger score, the old output is scaled by
-`alpha`. The real kernel scales first, and lets the tensor core add the tile's values onto the scaled output. One may as well sum the tile's values alone, from zero, and then join: `o
-· alpha + part`.
+When a tile brings a larger score, the old output is scaled by `alpha`. The real kernel scales first, and lets the tensor
+core add the tile's values onto the scaled output. One may as well sum the tile's values alone, from zero, and then
+join: `o · alpha + part`.
 """
 
 # %%
