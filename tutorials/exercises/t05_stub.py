@@ -1,0 +1,34 @@
+"""Exercises of tutorial 05: what a page lookup costs. Replace each ``raise NotImplementedError`` by your answer."""
+
+from collections.abc import Callable
+
+ITEM = 32
+
+
+def straddling(positions: int, page_size: int) -> list[int]:
+    """The items of a text that lie in more than one page, in order.
+
+    Item i is positions 32 · i .. 32 · i + 31, as far as the text goes: positions past its end do not count. Only items
+    that have a position are meant.
+    """
+    raise NotImplementedError
+
+
+def block_lookups(positions: int, page_size: int) -> int:
+    """Page lookups by the 256 threads of the block of the prompt kernel that sees a whole text; rows of 256 numbers.
+
+    The block fetches whole tiles of 64 positions, up to the tile of the last one: two items of keys and two of values for each,
+    also where an item has no position of the text. Thread t copies a piece of the rows t // 32, t // 32 + 8, + 16 and + 24 of
+    an item. It looks up once an item, for the page of the item's first position (of the text's last one, where the first lies
+    past it), and once more for each of its four rows that is in the text and behind the end of that page.
+    """
+    raise NotImplementedError
+
+
+def rows_of(positions: list[int], page_size: int, lookup: Callable[[int], int]) -> list[int]:
+    """The row of the memory of each position: page · page_size + slot.
+
+    positions: ascending. lookup(entry): the page of an entry of the page table. Ask for each entry that is needed once, and
+    for no other.
+    """
+    raise NotImplementedError
