@@ -1,0 +1,379 @@
+# %% [markdown]
+"""
+# 06 · Decode: chunks, groups, merge
+
+Before this: [03 · The prompt kernel, tile by tile](03_the_prompt_kernel_tile_by_tile.py). You need its `m`, `l`, `o` and the
+fold.
+"""
+
+# %%
+from contextlib import ExitStack
+from math import exp, inf, isclose, log
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from backends.base import DECODE, PROMPT, Sizes, backend_class
+from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, plan_decode
+from kernels_numba.streams import COLUMNS, COMMITTED, ROWS
+from refengine.device import open_device
+from refengine.lab.changes import changed, show_edits
+from refengine.lab.notebook import picture, show, table
+from refengine.registry import load_model
+from refengine.verify.attention_bits import Bench, Heads
+
+# %% [markdown]
+"""
+## The question
+
+A prompt of 4,000 tokens gives the prompt kernel hundreds of blocks, since rows are shared out among blocks. In decode a text has
+one new token: one row. Who works on a GPU with more than a hundred processors, and does the result depend on how the work was
+shared?
+
+The work must be cut along the *keys*. Then each piece is a sum of its own, and sums must be joined. Joining rounds. So the
+interesting part is to cut in such a way that nobody can tell from the bits.
+"""
+
+# %% [markdown]
+"""
+## A worked example in numbers
+
+The four keys of tutorial 03: `exp(score)` is 1, 2, 4, 1, the values are 4, 8, 2, 16, and the result is 5.5. Two blocks take two
+keys each. Each begins from nothing and leaves a *partial*:
+
+| | keys | m | l | o |
+|---|---|---|---|---|
+| A | 0, 1 | ln 2 | 1/2 + 1 = 1.5 | 1/2 · 4 + 1 · 8 = 10 |
+| B | 2, 3 | ln 4 | 1 + 1/4 = 1.25 | 1 · 2 + 1/4 · 16 = 6 |
+
+Neither knew the other's largest score. To *merge* them, bring both to the larger m = ln 4. A is multiplied by
+a = exp(ln 2 - ln 4) = 1/2, B by b = exp(ln 4 - ln 4) = 1:
+
+    l = 1.5 · 1/2 + 1.25 · 1 = 2
+    o = 10  · 1/2 + 6 · 1    = 11           o / l = 5.5
+
+A partial is small: two numbers, and one for each number of a value. No keys, no scores.
+"""
+
+# %%
+A, B = (log(2), 1.5, 10.0), (log(4), 1.25, 6.0)
+
+
+def fold_parts(part, other):
+    """Join two partials (m, l, o), in Python's floats."""
+    m = max(part[0], other[0])
+    a, b = exp(part[0] - m), exp(other[0] - m)
+    return m, part[1] * a + other[1] * b, part[2] * a + other[2] * b
+
+
+m, total, o = fold_parts(A, B)
+assert isclose(m, log(4)) and isclose(total, 2) and isclose(o, 11) and isclose(o / total, 5.5)
+assert fold_parts((-inf, 0.0, 0.0), B) == B  # joined to nothing, a partial is itself
+
+# %% [markdown]
+"""
+In exact arithmetic the order of merging is free. In float32 it is not, as with any sum. So this engine fixes the whole tree, by
+positions alone:
+
+    a tile is 64 keys,  a chunk 8 tiles (512 keys),  a group 4 chunks (2,048 keys),  a row all its groups
+
+Chunks and groups count from position 0. Inside a chunk, tiles are folded one after the other, from nothing. Chunks are folded in
+order into their group, groups in order into the row.
+
+Who computes which part of the tree may differ. The tree may not.
+
+## The code
+
+Three kernels do it, one after the other:
+
+* `decode_rows`: the whole chunks of keys that are in the cache. A block takes one chunk, or a whole group.
+* `decode_partial`: the last chunk, which is not full, and the keys of the new rows themselves. They are not in the cache yet, but
+  in the *window record*: a new row might be a guess that is thrown away (*drafting*).
+* `decode_merge`: all partials of a row into its result.
+
+The plan says how many partials there are. `committed` is the number of positions in the cache, `rows` the number of new rows.
+"""
+
+# %%
+show("kernels_numba/decode_plan.py", "folded_groups", "slots_of", "items_of")
+
+# %% [markdown]
+"""
+A *slot* is the place of a partial. When a text is long enough to give 64 blocks even by groups, a block folds a whole group and
+leaves one partial in place of four. Else each chunk has a block.
+"""
+
+
+# %%
+def plan_of(committed, rows, heads=4, kv_heads=1, head_dim=64):
+    """The plan of a pass with one stream."""
+    stream = np.zeros((1, COLUMNS), np.int64)
+    stream[0, COMMITTED], stream[0, ROWS] = committed, rows
+    return plan_decode(stream, heads, kv_heads, head_dim)
+
+
+lines = []
+for committed, rows in ((700, 1), (10_000, 1), (10_000, 16), (131_072, 1)):
+    plan = plan_of(committed, rows)
+    codes = [code for _, pair, code in plan.items.tolist() if pair == 0]
+    groups, chunks = sum(code >= 0 for code in codes), sum(code < 0 for code in codes)
+    lines.append([committed, rows, groups, chunks, plan.slots[0]])
+table(["committed", "rows", "groups in one block", "whole chunks", "slots"], lines)
+assert [slots for *_, slots in lines] == [2, 20, 8, 65]
+assert 131_072 // 2048 == 64 and 64 * 1 >= 64  # one row of a text this long is cut by groups
+
+# %% [markdown]
+"""
+How many blocks is that? `qwen3.8-27b` has 4 KV heads, and each has blocks of its own. A block's tensor-core instruction has 16
+rows, so it takes 16 *pairs* of a new row and a query head, all of which share the block's keys. One row with 6 query heads to a
+KV head fills 6 of the 16:
+"""
+
+# %%
+heads = load_model("qwen3.8-27b").attention
+assert (heads.heads, heads.kv_heads) == (24, 4)
+plans = [plan_of(10_000, rows, heads.heads, heads.kv_heads, heads.head_dim) for rows in (1, 2, 3)]
+assert plans[0].rows_grid == 19 * 4 == plans[1].rows_grid  # 2 rows of 6 heads still fit into 16
+assert plans[2].rows_grid == 19 * 4 * 2
+print("blocks of decode_rows for 1, 2, 3 rows:", [plan.rows_grid for plan in plans])
+
+# %% [markdown]
+"""
+Two rows cost as many blocks as one, and read the keys as often. This is what drafting lives on.
+
+Now the joint. `fold_sums` is the merge that you did by hand, without `o`:
+"""
+
+# %%
+show("kernels_numba/decode_attention.py", "fold_sums", "fold_pair")
+show("kernels_numba/decode_attention.py", "decode_merge", start="empty(state)", end="low, high = state[2]")
+
+# %% [markdown]
+"""
+* `cm`, `cl`, `co` are those of the part that is joined (`first` and `second` are two numbers of its `co`).
+* A part with `cl` = 0 is empty, and changes nothing. (A row that does not reach a chunk leaves an empty part there.)
+* `decode_merge` takes the slots in order. The first `folded` of them are whole groups. The others are chunks: every fourth ends a
+  group.
+
+Inside `decode_rows` a group is made by the same fold, `fold_chunk`, which starts from an empty group as well.
+
+### The cut does not show
+
+A text of 2,600 positions has one whole group and chunks after it. With one row the plan lets each chunk have its block. Change
+the threshold of 64 to 1, and a block folds the group:
+"""
+
+# %%
+POSITIONS = 2_600
+bench = Bench(Heads(heads=4, kv_heads=1, head_dim=64), POSITIONS + 8, open_device("cpu"))
+
+
+def decode(committed, rows, name="paged", edits=None):
+    """(output, plan, scratch) of ``rows`` new rows after ``committed`` positions. edits: of modules, by name."""
+    with ExitStack() as changes:
+        for module, changed_text in (edits or {}).items():
+            changes.enter_context(changed(f"kernels_numba.{module}", changed_text))
+        sizes = Sizes(POSITIONS + 8, page_size=48, spare_pages=2, shuffle=3, window_rows=8)
+        backend = backend_class(name)(bench.heads.shape, sizes)
+        stream = backend.open()
+        bench.store(backend, PROMPT, stream, committed)
+        batch = backend.batch(DECODE, [(stream, rows)])
+        new = bench.rows[committed : committed + rows]
+        out = backend.attend(0, backend.store(0, new, bench.norms, bench.rope, batch), batch)
+        return out, batch.plan, batch.scratch
+
+
+by_chunks, plan, scratch = decode(POSITIONS, 1)
+THRESHOLD = {"decode_plan": {"MIN_GROUPED = 64": "MIN_GROUPED = 1"}}
+show_edits(THRESHOLD["decode_plan"])
+by_groups, other, _ = decode(POSITIONS, 1, edits=THRESHOLD)
+assert (plan.slots, len(plan.items)) == ((6,), 5) and (other.slots, len(other.items)) == ((3,), 2)
+assert by_groups.tobytes() == by_chunks.tobytes()
+print("6 partials or 3: the same bits")
+
+# %% [markdown]
+"""
+Nor does it show who else is in the pass. Four new rows together, each of which follows the one before, or the first of them
+alone:
+"""
+
+# %%
+together, plan_of_four, _ = decode(POSITIONS, 4)
+assert len(plan_of_four.items) == len(plan.items)  # 4 rows of 4 heads: the 16 pairs of the same blocks
+assert together[0].tobytes() == by_chunks[0].tobytes()
+for row in range(1, 4):
+    alone, _, _ = decode(POSITIONS + row, 1)  # the rows before it are in the cache now
+    assert alone[0].tobytes() == together[row].tobytes()
+assert decode(POSITIONS, 1, "window")[0].tobytes() == by_chunks.tobytes()
+print("together, alone, through pages or a window: the same bits")
+
+# %% [markdown]
+"""
+The second half of that is worth a thought. Row 3 of the window found the keys of rows 0 to 2 in the window record, row 3 alone
+found them in the cache, with one tile of `decode_partial` cut elsewhere. A key counts the same wherever it lies, since its
+*position* decides its place in the tree. So a reply with drafts is the reply without.
+
+### Another tree does show
+
+Here are the six partials of the last pass, as the kernels left them. We fold them in NumPy, first as a tree, then in a row
+without groups:
+"""
+
+# %%
+po, pm, pl = plan.carve(scratch)  # [slots, rows, heads, D], the others without D
+parts = [(pm[slot, 0], pl[slot, 0], po[slot, 0]) for slot in range(6)]
+
+
+def fold_float32(part, other):
+    """Join partials of all heads: m, l: [H], o: [H, D]."""
+    m = np.maximum(part[0], other[0])
+    a, b = np.exp(part[0] - m), np.exp(other[0] - m)
+    return m, part[1] * a + other[1] * b, part[2] * a[:, None] + other[2] * b[:, None]
+
+
+def fold_all(parts):
+    found = parts[0]
+    for part in parts[1:]:
+        found = fold_float32(found, part)
+    return found
+
+
+results = {}
+for name, shape in (("tree", [parts[:4], parts[4:]]), ("no groups", [[part] for part in parts])):
+    m, total, o = fold_all([fold_all(group) for group in shape])
+    results[name] = o / total[:, None]
+assert all(result.dtype == np.float32 for result in results.values())
+differing = int((results["tree"] != results["no groups"]).sum())
+print(differing, "of", results["tree"].size, "float32 numbers differ")
+assert differing > 0
+near = np.abs(results["tree"] - by_chunks[0].astype(np.float32)).max()
+assert near < 2.0**-8  # the kernel's result is this, rounded to bf16
+
+# %% [markdown]
+"""
+These are differences in the last bits of 24, and bf16 keeps 8. So nearly all of them vanish when the result is rounded. Now and
+then a number lies just on an edge and does not, and a model has many layers, heads and steps.
+
+Chunks of another size show at once. The running maximum of a chunk is another then, so the weights are rounded to bf16 from other
+numbers:
+"""
+
+
+# %%
+def with_chunks(keys):
+    """Edits that make a chunk so many keys: in the plan, and in the kernels."""
+    taken = "from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, PAIRS, DecodePlan"
+    own = f"from kernels_numba.decode_plan import GROUP_CHUNKS, PAIRS, DecodePlan\n\nCHUNK = {keys}"
+    return {"decode_plan": {"CHUNK = 512": f"CHUNK = {keys}"}, "decode_attention": {taken: own}}
+
+
+right = decode(1_000, 1)[0]
+lines = []
+for keys in (128, 256, 512, 1024):
+    found, plan, _ = decode(1_000, 1, edits=with_chunks(keys))
+    lines.append([keys, plan.slots[0], int((found != right).sum())])
+table(["keys a chunk", "slots", "numbers that differ, of 256"], lines)
+assert [(count == 0) for *_, count in lines] == [False, False, True, False]
+
+# %% [markdown]
+"""
+None of these is wrong. But an engine that takes the size of its chunks from the load of the moment, such as the number of texts
+in the pass, gives a text other bits when others come and go. Some day a word changes.
+
+And the prompt kernel? It has no chunks: one chain of tiles from the first to the last. Up to 512 keys the tree is a single chunk,
+and beyond it the bits part:
+"""
+
+
+# %%
+def prompt(committed, rows):
+    backend = backend_class("window")(bench.heads.shape, Sizes(POSITIONS + 8))
+    stream = backend.open()
+    bench.store(backend, PROMPT, stream, committed)
+    return bench.store(backend, PROMPT, stream, rows, attend=True)
+
+
+lines = []
+for committed in (60, 400, 600, 2_600):
+    differ = decode(committed, 1)[0] != prompt(committed, 1)
+    lines.append([committed, int(differ.sum())])
+table(["committed", "numbers that differ between prompt and decode, of 256"], lines)
+assert lines[2][1] > 0 and lines[3][1] > 0
+
+# %% [markdown]
+"""
+So which kernel a row takes must never depend on circumstances. In this engine the *phase* decides: rows of a prompt take the one,
+rows of a reply the other. (In a shorter text they also differ, in the order of the sum of weights. It is too little to show in
+this example's bf16.) Tutorial 08 is about an engine where paging decided.
+
+## A picture
+
+10,000 positions, with one new row and with 16. Blue: made by `decode_rows`. Orange: `decode_partial`. Grey: `decode_merge`. What
+a block folds on its own way to a group is pale. The boxes are the same in both: the tree is one.
+"""
+
+# %%
+COLORS = {"rows": "#3b6ea5", "partial": "#d98c3f", "merge": "#b5b5b5", "inside": "#d6e7f7"}
+
+
+def tree(axes, committed, rows):
+    """Draw a row's tree; returns how many boxes are left in scratch as partials."""
+    plan = plan_of(committed, rows)
+    folded, end = int(plan.groups[0]), committed + rows
+    partials = 0
+    for level, span in enumerate((CHUNK, CHUNK * GROUP_CHUNKS, -(-end // 2048) * 2048)):
+        for first in range(0, end, span):
+            last = min(first + span, end)
+            if level == 0:
+                maker = (
+                    "inside" if first < folded * 2048 else "rows" if last <= committed // CHUNK * CHUNK else "partial"
+                )
+            else:
+                maker = "rows" if level == 1 and first < folded * 2048 else "merge"
+            partials += maker in ("rows", "partial")
+            axes.add_patch(Rectangle((first + 20, level), last - first - 40, 0.8, facecolor=COLORS[maker]))
+    axes.set(xlim=(0, end), ylim=(-0.2, 3), yticks=[0.4, 1.4, 2.4], yticklabels=["chunks", "groups", "row"])
+    axes.set_title(f"{rows} new row{'s' * (rows > 1)}: {partials} partials", fontsize=10)
+    assert partials == plan.slots[0]
+    return partials
+
+
+figure = Figure(figsize=(9, 3.8), layout="constrained")
+upper, lower = figure.subplots(2, 1, sharex=True)
+assert tree(upper, 10_000, 1) == 20
+assert tree(lower, 10_000, 16) == 8
+lower.set_xlabel("position")
+picture("06-tree", figure)
+
+# %% [markdown]
+"""
+## Exercises
+
+    .venv/bin/refengine tutorial start 06
+    .venv/bin/refengine tutorial check 06
+
+1. `slots`: how many partials does a row have?
+2. `fold`: join two partials, either of which may be empty.
+3. `merge`: chunks into a row, in the order of the tree. The test looks at the order itself.
+"""
+
+# %% [markdown]
+"""
+## What production engines do
+
+* Cutting along the keys is known as *split-KV* or *flash decoding*. FlashAttention, FlashInfer, vLLM and TensorRT-LLM do it, with
+  a second kernel that merges.
+* The number of splits is usually a heuristic: it looks at the batch and at the GPU's processors. Then a reply may depend on what
+  else runs. FlashInfer has `fixed_split_size` and `disable_split_kv` against that, with tests that ask for equal bits.
+* vLLM and SGLang have modes for *batch-invariant* or deterministic results. They cost speed, which is why they are modes.
+* Thinking Machines' example for it: 1,000 completions of one prompt at temperature 0 gave 18 different texts. With kernels whose
+  order of sums is fixed they gave one.
+"""
+
+# %% [markdown]
+"""
+## Next
+
+[07 · Slices and the 257-row fault](07_slices_and_the_257_row_fault.py): partials need memory, and somebody must know how much.
+"""
