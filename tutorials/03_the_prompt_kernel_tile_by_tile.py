@@ -350,13 +350,11 @@ The longer the prompt, the smaller the part that is wasted: only tiles on the di
   at a later position; that is the `committed` of the code above. Here a row's bits do not depend on the chunks.
 * In FlashInfer, somebody found that scores below a "large negative number" used as mask came out as zeros. That is why a mask
   should be minus infinity.
-* FlashInfer has a test in which paged and contiguous kernels must agree in every bit, with the unused memory full of NaN. Poison
-  of that kind finds the trap above.
 """
 
 # %% [markdown]
 """
 ## Next
 
-04 · Why paged equals window, and four ways to break it: the fixed order of every sum.
+[04 · Why paged equals window, and four ways to break it](04_why_paged_equals_window.py): the fixed order of every sum.
 """

@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 
 from backends.base import DECODE, PROMPT, Sizes, backend_class
 from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, plan_decode
+from kernels_numba.prompt_attention import launch_shape
 from kernels_numba.streams import COLUMNS, COMMITTED, ROWS
 from refengine.device import open_device
 from refengine.lab.changes import changed, show_edits
@@ -27,13 +28,19 @@ from refengine.verify.attention_bits import Bench, Heads
 """
 ## The question
 
-A prompt of 4,000 tokens gives the prompt kernel hundreds of blocks, since rows are shared out among blocks. In decode a text has
-one new token: one row. Who works on a GPU with more than a hundred processors, and does the result depend on how the work was
+A prompt of 4,000 tokens gives the prompt kernel hundreds of blocks, since rows are shared out among blocks. In *decode* a text
+has one new token: one row. Who works on a GPU with more than a hundred processors, and does the result depend on how the work was
 shared?
 
 The work must be cut along the *keys*. Then each piece is a sum of its own, and sums must be joined. Joining rounds. So the
 interesting part is to cut in such a way that nobody can tell from the bits.
+
+In numbers, for the 24 query heads of `qwen3.8-27b`: the prompt kernel has 63 · 12 = 756 blocks for 4,000 rows, and 12 for one.
 """
+
+# %%
+assert launch_shape(rows=4000, heads=24, kv_heads=4, D=256)[0] == (63, 12)
+assert launch_shape(rows=1, heads=24, kv_heads=4, D=256)[0] == (1, 12)
 
 # %% [markdown]
 """
@@ -100,8 +107,8 @@ show("kernels_numba/decode_plan.py", "folded_groups", "slots_of", "items_of")
 
 # %% [markdown]
 """
-A *slot* is the place of a partial. When a text is long enough to give 64 blocks even by groups, a block folds a whole group and
-leaves one partial in place of four. Else each chunk has a block.
+A *slot* is the place of a partial. Where whole groups times new rows make 64 or more, there are blocks enough without cutting
+further: a block folds a whole group and leaves one partial in place of four. Else each chunk has a block.
 """
 
 
@@ -156,8 +163,16 @@ show("kernels_numba/decode_attention.py", "decode_merge", start="empty(state)", 
 * `decode_merge` takes the slots in order. The first `folded` of them are whole groups. The others are chunks: every fourth ends a
   group.
 
-Inside `decode_rows` a group is made by the same fold, `fold_chunk`, which starts from an empty group as well.
+Inside `decode_rows` a group is made by the same fold, from an empty group as well. A block that takes a single chunk does it,
+too: joined to nothing, a chunk is itself.
+"""
 
+# %%
+show("kernels_numba/decode_attention.py", "decode_rows", start="if tile % CHUNK_TILES ==", end="start_chunk(state")
+show("kernels_numba/decode_attention.py", "decode_rows", start="== CHUNK_TILES - 1", end="fold_chunk(")
+
+# %% [markdown]
+"""
 ### The cut does not show
 
 A text of 2,600 positions has one whole group and chunks after it. With one row the plan lets each chunk have its block. Change
@@ -216,7 +231,7 @@ found them in the cache, with one tile of `decode_partial` cut elsewhere. A key 
 
 ### Another tree does show
 
-Here are the six partials of the last pass, as the kernels left them. We fold them in NumPy, first as a tree, then in a row
+Here are the six partials of the first pass above, as the kernels left them. We fold them in NumPy, first as a tree, then in a row
 without groups:
 """
 
@@ -365,10 +380,10 @@ picture("06-tree", figure)
 * Cutting along the keys is known as *split-KV* or *flash decoding*. FlashAttention, FlashInfer, vLLM and TensorRT-LLM do it, with
   a second kernel that merges.
 * The number of splits is usually a heuristic: it looks at the batch and at the GPU's processors. Then a reply may depend on what
-  else runs. FlashInfer has `fixed_split_size` and `disable_split_kv` against that, with tests that ask for equal bits.
-* vLLM and SGLang have modes for *batch-invariant* or deterministic results. They cost speed, which is why they are modes.
-* Thinking Machines' example for it: 1,000 completions of one prompt at temperature 0 gave 18 different texts. With kernels whose
-  order of sums is fixed they gave one.
+  else runs. FlashInfer can be told a fixed size (`fixed_split_size`), or not to split (`disable_split_kv`). vLLM and SGLang have
+  modes in which it is fixed, too (tutorial 04).
+* Drafts (*speculative decoding*, in all of them) make a small window of new rows. Where a row of a window has the bits that it
+  has alone, as here, the greedy reply with drafts is the reply without, to the last word.
 """
 
 # %% [markdown]

@@ -357,5 +357,6 @@ picture("07-places", figure)
 """
 ## Next
 
-08 · Two paths round differently: the same engine, the same kernel, and a reply that depended on paging.
+[08 · Two paths round differently](08_two_paths_round_differently.py): the same engine, the same kernel, and a reply that depended
+on paging.
 """

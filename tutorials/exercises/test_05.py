@@ -22,7 +22,7 @@ def test_straddling_at_the_end(answers):
 
 def count(positions: int, page_size: int) -> int:
     """What checked mode counts in the kernel's last block."""
-    bench = Bench(Heads(heads=8, kv_heads=1, head_dim=256), positions, open_device("cpu"))
+    bench = Bench(Heads(heads=1, kv_heads=1, head_dim=256), positions, open_device("cpu"))
     backend = bench.build(Case("paged", page_size, "prompt", positions, 0))
     batch = backend.batch("prompt", [(backend.open(), positions)])
     q = backend.store(0, bench.rows, bench.norms, bench.rope, batch)
