@@ -36,9 +36,9 @@ assert (len(model.attention_layers), len(model.linear_layers)) == (16, 48)
 """
 ## A worked example in numbers
 
-A state is a matrix `S` that answers questions: give it a key, and `S @
-key` is the value that was stored under it. Let keys and values have two numbers each, and let `S` be zero at first. As in
-attention, each token brings a key `k`, a value `v` and a query `q`. What it does, in order:
+A state is a matrix `S` that answers questions: give it a key, and `S @ key` is the value that was stored under it. Let keys and
+values have two numbers each, and let `S` be zero at first. As in attention, each token brings a key `k`, a value `v` and a
+query `q`. What it does, in order:
 
     mem   = S @ k                  # what is stored under this key so far
     delta = (v - mem) · beta       # what is missing there

@@ -149,9 +149,8 @@ show("kernels_numba/flash_next/pool.py", "load_mean")
 
 # %% [markdown]
 """
-The first line says when: as soon as the pass has the block's *last* position.
-`load_mean` adds in order of position, each sum rounded: `((k0 + k1) + k2) + k3`. So a pooled key depends on its four raw keys
-and nothing else.
+The first line says when: as soon as the pass has the block's *last* position. `load_mean` adds in order of position, each sum
+rounded: `((k0 + k1) + k2) + k3`. So a pooled key depends on its four raw keys and nothing else.
 
 **Score.** Here is the heart of it. `dot_piece` and `lane_sum` are a dot product in a fixed order; `fmax(..., 0)` cuts it off.
 """
