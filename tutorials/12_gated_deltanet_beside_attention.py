@@ -2,7 +2,8 @@
 """
 # 12 · Gated DeltaNet beside attention
 
-Before this: [01 · What a KV cache is](01_what_a_kv_cache_is.py) and [02 · Pages and page tables](02_pages_and_page_tables.py).
+Before this: [01 · What a KV cache is](01_what_a_kv_cache_is.py) and [02 · Pages and page
+tables](02_pages_and_page_tables.py).
 """
 
 # %%
@@ -21,11 +22,11 @@ from refengine.verify.bounds import worst_fraction
 """
 ## The question
 
-A KV cache grows with every token. In `qwen3.8-27b` only 16 of 64 layers have one; the other 48 take the same number of bytes
-after ten tokens and after a hundred thousand. What do those layers keep, and what do they give up for it?
+A KV cache grows with every token. In `qwen3.8-27b` only 16 of 64 layers have one; the other 48 take the same number
+of bytes after ten tokens and after a hundred thousand. What do those layers keep, and what do they give up for it?
 
-They keep one square of numbers for each head, the **state**, and change it a little with each token. The rule of the change is
-the *delta rule*; the kind of layer is called *Gated DeltaNet*.
+They keep one square of numbers for each head, the **state**, and change it a little with each token. The rule of the
+change is the *delta rule*; the kind of layer is called *Gated DeltaNet*.
 """
 
 # %%
@@ -36,9 +37,9 @@ assert (len(model.attention_layers), len(model.linear_layers)) == (16, 48)
 """
 ## A worked example in numbers
 
-A state is a matrix `S` that answers questions: give it a key, and `S @ key` is the value that was stored under it. Let keys and
-values have two numbers each, and let `S` be zero at first. As in attention, each token brings a key `k`, a value `v` and a
-query `q`. What it does, in order:
+A state is a matrix `S` that answers questions: give it a key, and `S @ key` is the value that was stored under it.
+Let keys and values have two numbers each, and let `S` be zero at first. As in attention, each token brings a key `k`,
+a value `v` and a query `q`. What it does, in order:
 
     mem   = S @ k                  # what is stored under this key so far
     delta = (v - mem) · beta       # what is missing there
@@ -75,8 +76,8 @@ assert (after_2 @ east).tolist() == [0, 4] and (after_2 @ north).tolist() == [2,
 
 # %% [markdown]
 """
-Why *delta* rule? The simpler rule `S = S + v ⊗ k`, *linear attention*, adds without looking. Then token 2's answer would be the
-sum of old and new, `[4, 12]`, which nobody stored.
+Why *delta* rule? The simpler rule `S = S + v ⊗ k`, *linear attention*, adds without looking. Then token 2's answer
+would be the sum of old and new, `[4, 12]`, which nobody stored.
 """
 
 # %%
@@ -90,16 +91,16 @@ Two gates complete it. Each token computes both of them from its own input, for 
 * **decay**, between 0 and 1: the whole state is multiplied by it first. That forgets.
 * **beta**, between 0 and 1: how far the stored value moves toward the new one.
 
-A fourth token with `k = [0.6, 0.8]`, `v = [5, 10]`, decay 1/2 and beta 1/2. Its key lies between the other two, so it finds a
-mixture:
+A fourth token with `k = [0.6, 0.8]`, `v = [5, 10]`, decay 1/2 and beta 1/2. Its key lies between the other two, so it
+finds a mixture:
 
 1. S becomes `[[0, 1], [2, 3]]`.
 2. mem = `[0.8, 1.2 + 2.4]` = `[0.8, 3.6]`.
 3. delta = `[4.2, 6.4]` / 2 = `[2.1, 3.2]`.
 4. S becomes `[[0 + 1.26, 1 + 1.68], [2 + 1.92, 3 + 2.56]]` = `[[1.26, 2.68], [3.92, 5.56]]`.
 
-Asked with the same key, it now answers `[2.9, 6.8]`: half way from mem to v, as beta says. That is exact only because the key
-has length 1 (0.36 + 0.64 = 1). The layer divides every key by its length for this reason.
+Asked with the same key, it now answers `[2.9, 6.8]`: half way from mem to v, as beta says. That is exact only because
+the key has length 1 (0.36 + 0.64 = 1). The layer divides every key by its length for this reason.
 """
 
 # %%
@@ -112,10 +113,10 @@ assert np.allclose(after_3 @ k, [2.9, 6.8]) and np.allclose([2.9, 6.8], (np.arra
 """
 ## The code
 
-In the engine keys and values of a head have 128 numbers, so a state is 128 × 128, float32. There are two kernels for the rule.
-The first, `step`, is for decode: one new token. It cuts a state into many small parts, for a GPU has many processors and one
-token has little else to share out. A *warp* is 32 threads, *lanes*, in step; here it takes two rows of the state, and each lane
-four numbers of both rows.
+In the engine keys and values of a head have 128 numbers, so a state is 128 × 128, float32. There are two kernels for
+the rule. The first, `step`, is for decode: one new token. It cuts a state into many small parts, for a GPU has many
+processors and one token has little else to share out. A *warp* is 32 threads, *lanes*, in step; here it takes two
+rows of the state, and each lane four numbers of both rows.
 """
 
 # %%
@@ -129,8 +130,9 @@ You know every line already:
 * `(bf16_low(v) - mem0) * b` is delta. (A word holds two numbers of 16 bits, hence `low` and `high`.)
 * `add_outer4` puts it in. The last `dot4` begins the sum `s · q`, and `y` is stored.
 
-The second kernel, `chain`, is for prompts. Token 2 needs the state after token 1, so a long prompt is a long chain of steps.
-Here a thread keeps 64 numbers of the state, half a row, in its registers from the first row of the prompt to the last:
+The second kernel, `chain`, is for prompts. Token 2 needs the state after token 1, so a long prompt is a long chain of
+steps. Here a thread keeps 64 numbers of the state, half a row, in its registers from the first row of the prompt to
+the last:
 """
 
 # %%
@@ -139,8 +141,8 @@ show("kernels_numba/gated_delta_net.py", "chain_read")
 
 # %% [markdown]
 """
-The state is read from memory once and written once, whatever the number of rows; and two threads need one exchange (`shfl_xor`)
-to add up their halves, where 32 lanes need five.
+The state is read from memory once and written once, whatever the number of rows; and two threads need one exchange
+(`shfl_xor`) to add up their halves, where 32 lanes need five.
 
 Let us run both. One layer with one key head, which two value heads share, and 100 tokens.
 """
@@ -184,9 +186,9 @@ y_step = run(gated_delta_net.step, by_step, 0, TOKENS, commit=True)
 
 # %% [markdown]
 """
-Both compute the same rule, but add in another order, and round at other places (`chain` writes `fma`, a product and a sum with
-one rounding). So their last bits differ. Both must lie within what their roundings allow; the engine's float64 oracle knows how
-much.
+Both compute the same rule, but add in another order, and round at other places (`chain` writes `fma`, a product and a
+sum with one rounding). So their last bits differ. Both must lie within what their roundings allow; the engine's
+float64 oracle knows how much.
 """
 
 # %%
@@ -204,16 +206,16 @@ table(["kernel", "y: worst error, of the bound", "state: the same"], found)
 
 differ = [int((a != b).sum()) for a, b in ((by_chain, by_step), (y_chain, y_step))]
 assert all(differ)
-print(
-    f"numbers with another last bit: {differ[0]:,} of {by_step.size:,} in the state, {differ[1]} of {y_step.size:,} in y"
-)
+print(f"numbers with other bits: {differ[0]:,} of {by_step.size:,} in the state, {differ[1]} of {y_step.size:,} in y")
 
 # %% [markdown]
 """
-That is why *which* kernel runs must not depend on chance. A prompt takes the chain and a reply takes the step, always; not "up
-to 16 rows the step, beyond it the chain". Tutorial 08 shows what happens to an engine that chooses by the number of rows.
+That is why *which* kernel runs must not depend on chance. A prompt takes the chain and a reply takes the step,
+always; not "up to 16 rows the step, beyond it the chain". Tutorial 08 shows what happens to an engine that chooses by
+the number of rows.
 
-Within a kernel the order of sums never depends on how the tokens are cut into launches. 60 tokens, then 40, is the same as 100:
+Within a kernel the order of sums never depends on how the tokens are cut into launches. 60 tokens, then 40, is the
+same as 100:
 """
 
 # %%
@@ -226,14 +228,15 @@ print("60 tokens, then 40: the same bits")
 
 # %% [markdown]
 """
-What the layer does around the rule is in the same file: a *convolution* mixes each number with those of the three tokens before
-(so a stream keeps three rows of that, too), keys and queries are normed, and a gate decides how much of `y` is used. The spec
-is [attention §5](../docs/spec/attention.md#5-gated-deltanet).
+What the layer does around the rule is in the same file: a *convolution* mixes each number with those of the three
+tokens before (so a stream keeps three rows of that, too), keys and queries are normed, and a gate decides how much of
+`y` is used. The spec is [attention §5](../docs/spec/attention.md#5-gated-deltanet).
 
 ### The bytes
 
-A layer of `qwen3.8-27b` has 48 value heads. So all states of a stream take 48 · 48 · 128 · 128 · 4 bytes: 144 MiB. Its KV cache
-takes 65,536 bytes a token (tutorial 01). They are equal at 2,304 tokens: for short texts, the state is the larger part.
+A layer of `qwen3.8-27b` has 48 value heads. So all states of a stream take 48 · 48 · 128 · 128 · 4 bytes: 144 MiB.
+Its KV cache takes 65,536 bytes a token (tutorial 01). They are equal at 2,304 tokens: for short texts, the state is
+the larger part.
 """
 
 # %%
@@ -246,12 +249,12 @@ assert states == 2304 * model.kv_bytes_per_token()
 """
 ### What a prefix needs
 
-Two prompts begin with the same 60 tokens. The second may begin where they part: it shares the pages that hold the first 60 rows
-of keys and values (tutorial 10). With these layers that is not enough.
+Two prompts begin with the same 60 tokens. The second may begin where they part: it shares the pages that hold the
+first 60 rows of keys and values (tutorial 10). With these layers that is not enough.
 
-Keys and values of a token stay as they are, so a KV cache can be cut behind any token. A state cannot. After 100 tokens, the
-state after 60 is *gone*: it was written over, and cannot be computed back. Here are two different pasts that end in one state,
-because token 2 replaces what they differ in:
+Keys and values of a token stay as they are, so a KV cache can be cut behind any token. A state cannot. After 100
+tokens, the state after 60 is *gone*: it was written over, and cannot be computed back. Here are two different pasts
+that end in one state, because token 2 replaces what they differ in:
 """
 
 # %%
@@ -261,8 +264,8 @@ assert (token(other_past, east, np.array([0.0, 4.0])) == after_2).all()
 
 # %% [markdown]
 """
-So an engine keeps a copy of all states at the places where another prompt may begin. With the copy, the rest of the prompt has
-the bits of the whole. Without it (zeros in place of the copy), nearly everything is wrong:
+So an engine keeps a copy of all states at the places where another prompt may begin. With the copy, the rest of the
+prompt has the bits of the whole. Without it (zeros in place of the copy), nearly everything is wrong:
 """
 
 # %%
@@ -276,12 +279,12 @@ print(f"begun without the state: {wrong:.1%} of y is another")
 
 # %% [markdown]
 """
-A copy takes 144 MiB, as many bytes as the keys and values of 2,304 tokens. So there is one at chosen places, not one a page.
-This engine makes one behind the last whole page of a prompt.
+A copy takes 144 MiB, as many bytes as the keys and values of 2,304 tokens. So there is one at chosen places, not one
+a page. This engine makes one behind the last whole page of a prompt.
 
-Drafts meet the same problem: tokens that were guessed and then rejected must leave no trace. In a KV cache the rows behind the
-end are just not read. A state must not be changed until it is known which tokens stay. So `step` has a form that writes no
-state back, and the accepted tokens are run once more:
+Drafts meet the same problem: tokens that were guessed and then rejected must leave no trace. In a KV cache the rows
+behind the end are just not read. A state must not be changed until it is known which tokens stay. So `step` has a
+form that writes no state back, and the accepted tokens are run once more:
 """
 
 # %%
@@ -295,9 +298,10 @@ assert kept.tobytes() == drafted[:4].tobytes() and state.tobytes() != after_60.t
 """
 ## A picture
 
-Left: what one text keeps, as it grows. Right: what a state of fixed size gives up. 512 pairs of random keys and values, 128
-numbers each, went into one state, without decay and with beta 1. Then each key is asked for again: how far is the answer from
-its value? An error of 1 means that it is off by as much as the value is long. A KV cache has them all exactly.
+Left: what one text keeps, as it grows. Right: what a state of fixed size gives up. 512 pairs of random keys and
+values, 128 numbers each, went into one state, without decay and with beta 1. Then each key is asked for again: how
+far is the answer from its value? An error of 1 means that it is off by as much as the value is long. A KV cache has
+them all exactly.
 """
 
 # %%
@@ -332,9 +336,9 @@ picture("12-state", figure)
 
 # %% [markdown]
 """
-At most 128 keys of 128 numbers can all be at right angles to each other, so there is no exact room for more. The delta rule
-keeps the newest pairs well and lets the old ones go; the plain sum blurs all of them alike. That is why there are attention
-layers beside: one layer in four keeps every token, to be looked up exactly.
+At most 128 keys of 128 numbers can all be at right angles to each other, so there is no exact room for more. The
+delta rule keeps the newest pairs well and lets the old ones go; the plain sum blurs all of them alike. That is why
+there are attention layers beside: one layer in four keeps every token, to be looked up exactly.
 
 ## Exercises
 
@@ -347,18 +351,19 @@ layers beside: one layer in four keeps every token, to be looked up exactly.
 
 ## What production engines do
 
-* Three layers with a state to one with attention is the pattern of Qwen3-Next and Qwen3.5; other hybrid models put Mamba layers
-  where these have Gated DeltaNet. The rule's kernels that most engines use come from the library *flash-linear-attention*: vLLM
-  and SGLang have copies of them.
-* Its prompt kernel is not a chain. It takes chunks of 64 tokens and turns them into matrix products, so that tensor cores can
-  work. That is faster for long prompts, but then sums run within chunks: where chunks begin must not change, or the bits do.
-* vLLM has one pool for both kinds of memory: it makes the pages of attention so large that a page has the bytes of a state.
-  With states of this size pages get long (one issue names 672 tokens).
-* A prefix cache needs states there as well. SGLang's radix tree keeps some of them at its nodes. vLLM tests that a prefix from
-  the cache gives a hybrid model the bits of one that was just read.
+* Three layers with a state to one with attention is the pattern of Qwen3-Next and Qwen3.5; other hybrid models put
+  Mamba layers where these have Gated DeltaNet. The rule's kernels that most engines use come from the library
+  *flash-linear-attention*: vLLM and SGLang have copies of them.
+* Its prompt kernel is not a chain. It takes chunks of 64 tokens and turns them into matrix products, so that tensor
+  cores can work. That is faster for long prompts, but then sums run within chunks: where chunks begin must not
+  change, or the bits do.
+* vLLM has one pool for both kinds of memory: it makes the pages of attention so large that a page has the bytes of a
+  state. With states of this size pages get long (one issue names 672 tokens).
+* A prefix cache needs states there as well. SGLang's radix tree keeps some of them at its nodes. vLLM tests that a
+  prefix from the cache gives a hybrid model the bits of one that was just read.
 
 ## Next
 
-[13 · Flash Next's sparse attention and its pages](13_flash_nexts_sparse_attention.py): attention that keeps every token, and
-reads few.
+[13 · Flash Next's sparse attention and its pages](13_flash_nexts_sparse_attention.py): attention that keeps every
+token, and reads few.
 """

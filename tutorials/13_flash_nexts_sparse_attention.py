@@ -26,12 +26,12 @@ from refengine.registry import load_model
 """
 ## The question
 
-A new token reads the keys and values of all tokens before it. In a text of 262,144 tokens that is 512 MiB in each attention
-layer of `qwen3.8-flash-next`, and most of the weights come out near zero. Could it read only the few keys that matter? But who
-knows which they are, without reading them?
+A new token reads the keys and values of all tokens before it. In a text of 262,144 tokens that is 512 MiB in each
+attention layer of `qwen3.8-flash-next`, and most of the weights come out near zero. Could it read only the few keys
+that matter? But who knows which they are, without reading them?
 
-A second, much smaller set of keys knows: *index keys*, one for four tokens. A token looks at all of those first, chooses, and
-reads the keys and values of what it chose. That is *sparse* attention. Reading all is called *dense*.
+A second, much smaller set of keys knows: *index keys*, one for four tokens. A token looks at all of those first,
+chooses, and reads the keys and values of what it chose. That is *sparse* attention. Reading all is called *dense*.
 """
 
 # %%
@@ -43,13 +43,14 @@ assert KV_BYTES * 262_144 == 512 * 2**20
 """
 ## A worked example in numbers
 
-Positions are taken in **blocks** of four: 0 to 3, 4 to 7, and so on. A token at position 17 has 18 keys before and with itself:
-4 complete blocks, and a **tail** of 2 positions, 16 and 17. It may read 2 blocks; that is its *budget*. The tail it always
-reads.
+Positions are taken in **blocks** of four: 0 to 3, 4 to 7, and so on. A token at position 17 has 18 keys before and
+with itself: 4 complete blocks, and a **tail** of 2 positions, 16 and 17. It may read 2 blocks; that is its *budget*.
+The tail it always reads.
 
-Beside key and value, each token left a small index key, here of 4 numbers. Once a block is complete its four index keys are
-**pooled**: their mean stands for the block. And the token that reads has some index queries, here two, `[1, 1, 0, 0]` and
-`[0, 1, 1, 0]`. A block's score is the sum of its dot products with the queries, each cut off at zero, divided by the root of 4:
+Beside key and value, each token left a small index key, here of 4 numbers. Once a block is complete its four index
+keys are **pooled**: their mean stands for the block. And the token that reads has some index queries, here two,
+`[1, 1, 0, 0]` and `[0, 1, 1, 0]`. A block's score is the sum of its dot products with the queries, each cut off at
+zero, divided by the root of 4:
 
 | block | pooled key | first query | second query | score |
 |---|---|---|---|---|
@@ -58,8 +59,8 @@ Beside key and value, each token left a small index key, here of 4 numbers. Once
 | 2 | `[0, 0, 2, 0]` | 0 | 2 | 1 |
 | 3 | `[0, 3, 0, 0]` | 3 | 3 | 3 |
 
-Block 3 is the best. Blocks 1 and 2 tie for the second place, and the rule says: **of equal scores the lower block**. So the
-token reads blocks 1 and 3 and the tail: positions 4, 5, 6, 7, 12, 13, 14, 15, 16, 17. 10 keys of 18.
+Block 3 is the best. Blocks 1 and 2 tie for the second place, and the rule says: **of equal scores the lower block**.
+So the token reads blocks 1 and 3 and the tail: positions 4, 5, 6, 7, 12, 13, 14, 15, 16, 17. 10 keys of 18.
 """
 
 # %%
@@ -95,14 +96,14 @@ assert chosen(scores, position=17, budget=2) == [4, 5, 6, 7, 12, 13, 14, 15, 16,
 
 # %% [markdown]
 """
-Real layers do two more steps with a pooled key, which were left out: it is normed, and rotated by the position where its block
-starts. Index queries are normed and rotated, too.
+Real layers do two more steps with a pooled key, which were left out: it is normed, and rotated by the position where
+its block starts. Index queries are normed and rotated, too.
 
 ### The switch
 
-While there are no more complete blocks than the budget, there is nothing to choose: the token is dense. The real budget is 512
-blocks. So position 2050 still reads all its 2,051 keys. Position 2051 completes the 513th block: it is the first that leaves
-one out.
+While there are no more complete blocks than the budget, there is nothing to choose: the token is dense. The real
+budget is 512 blocks. So position 2050 still reads all its 2,051 keys. Position 2051 completes the 513th block: it is
+the first that leaves one out.
 """
 
 # %%
@@ -117,8 +118,8 @@ table(["position", "complete blocks", "it is", "keys that it reads"], rows)
 
 # %% [markdown]
 """
-From there on it is 2,048 to 2,051 keys for ever. What grows is the number of pooled keys to look at. One has 256 bytes for four
-positions, where keys and values take 8,192. So this is what one token reads in one layer:
+From there on it is 2,048 to 2,051 keys for ever. What grows is the number of pooled keys to look at. One has 256
+bytes for four positions, where keys and values take 8,192. So this is what one token reads in one layer:
 """
 
 # %%
@@ -133,12 +134,13 @@ assert model.kv_bytes_per_token() == len(model.attention_layers) * (2048 + 256 +
 
 # %% [markdown]
 """
-At the switch it is even a little more. And memory? Nothing is saved there. Any key may be chosen by some later token, so all
-are kept, and the index keys come on top: 2,048 + 256 + 64 bytes a position in each layer.
+At the switch it is even a little more. And memory? Nothing is saved there. Any key may be chosen by some later token,
+so all are kept, and the index keys come on top: 2,048 + 256 + 64 bytes a position in each layer.
 
 ## The code
 
-Four kernels follow one another. The first stores a pass's keys, values and raw index keys, as in tutorial 01. Then, in order:
+Four kernels follow one another. The first stores a pass's keys, values and raw index keys, as in tutorial 01. Then,
+in order:
 
 **Pool.** A warp (32 threads) takes a block. `find` looks the block's page up, *once*: remember that for later.
 """
@@ -149,10 +151,11 @@ show("kernels_numba/flash_next/pool.py", "load_mean")
 
 # %% [markdown]
 """
-The first line says when: as soon as the pass has the block's *last* position. `load_mean` adds in order of position, each sum
-rounded: `((k0 + k1) + k2) + k3`. So a pooled key depends on its four raw keys and nothing else.
+The first line says when: as soon as the pass has the block's *last* position. `load_mean` adds in order of position,
+each sum rounded: `((k0 + k1) + k2) + k3`. So a pooled key depends on its four raw keys and nothing else.
 
-**Score.** Here is the heart of it. `dot_piece` and `lane_sum` are a dot product in a fixed order; `fmax(..., 0)` cuts it off.
+**Score.** Here is the heart of it. `dot_piece` and `lane_sum` are a dot product in a fixed order; `fmax(..., 0)` cuts
+it off.
 """
 
 # %%
@@ -160,8 +163,8 @@ show("kernels_numba/flash_next/scores.py", "fn_qsa_scores_kernel", start="# Head
 
 # %% [markdown]
 """
-**Choose.** The kernel needs the 512 best of perhaps 65,536 blocks, in order of position. It does not sort. It finds the score
-at which the list ends, the *cut*, and then walks over the blocks once.
+**Choose.** The kernel needs the 512 best of perhaps 65,536 blocks, in order of position. It does not sort. It finds
+the score at which the list ends, the *cut*, and then walks over the blocks once.
 """
 
 # %%
@@ -169,13 +172,13 @@ show("kernels_numba/flash_next/select.py", "rank_at", "list_blocks")
 
 # %% [markdown]
 """
-`rank` makes a whole number of a float32, so that larger scores have larger numbers. `rank_at` finds the cut bit by bit from the
-top: it sets a bit if at least `budget` blocks reach that number. `list_blocks` then takes every block above the cut, and of
-those *at* the cut the lowest, as many as there is room for (`equal < spare`). Counts are whole numbers, so it does not matter
-which of the 1,024 threads is first.
+`rank` makes a whole number of a float32, so that larger scores have larger numbers. `rank_at` finds the cut bit by
+bit from the top: it sets a bit if at least `budget` blocks reach that number. `list_blocks` then takes every block
+above the cut, and of those *at* the cut the lowest, as many as there is room for (`equal < spare`). Counts are whole
+numbers, so it does not matter which of the 1,024 threads is first.
 
-**Attend.** The last kernel is like decode (tutorial 06), with one difference: entry `j` of its tile is not position `j`, but
-what the list says.
+**Attend.** The last kernel is like decode (tutorial 06), with one difference: entry `j` of its tile is not position
+`j`, but what the list says.
 """
 
 # %%
@@ -214,7 +217,7 @@ def spoil_rows(backend, stream, positions):
 
 
 def read(backend, stream, tokens, phase=PROMPT, spoil=None):
-    """The next tokens in one pass: (output, scores, lists). spoil: what to spoil before they attend, by the last one's list."""
+    """The next tokens in one pass: (output, scores, lists). spoil: what to spoil first, by the last one's list."""
     first = stream.committed
     batch = backend.batch(phase, [(stream, tokens)])
     q, index_q = backend.store_sparse(0, projection[first : first + tokens], norms, rope, batch)
@@ -238,8 +241,8 @@ print("position", TOKENS - 1, "reads", lists[-1])
 
 # %% [markdown]
 """
-Are other keys really not read? Put *not a number* into the keys and values of every position that the last token did not
-choose, and read it again. Then into one that it did choose.
+Are other keys really not read? Put *not a number* into the keys and values of every position that the last token did
+not choose, and read it again. Then into one that it did choose.
 """
 
 # %%
@@ -260,8 +263,9 @@ print("spoiled:", TOKENS - len(lists[-1]), "positions, and no bit of the result 
 """
 ### Ties
 
-Ties are not rare. A block whose dot products are all negative has the score 0, and there are many of those. Two equal scores
-must give the same choice on each machine, at each time, or a reply depends on luck. So the rule is part of the spec.
+Ties are not rare. A block whose dot products are all negative has the score 0, and there are many of those. Two equal
+scores must give the same choice on each machine, at each time, or a reply depends on luck. So the rule is part of the
+spec.
 
 Even the division matters. Two totals that are neighbours in float32 can become one number in it:
 """
@@ -289,13 +293,13 @@ assert one_block([low / root, high / root]) == [0, 1, 2, 3]  # a tie: the lower 
 
 # %% [markdown]
 """
-Leaving the division out looks harmless, for it changes no order. But it changes which scores are *equal*: another block is
-read, and the reply is another.
+Leaving the division out looks harmless, for it changes no order. But it changes which scores are *equal*: another
+block is read, and the reply is another.
 
 ### Pages that are multiples of 4
 
-A page of n positions now holds four things for each layer: n keys, n values, n raw index keys, and the pooled keys of its n / 4
-blocks. All words of a page of 48 positions of our layer, by hand:
+A page of n positions now holds four things for each layer: n keys, n values, n raw index keys, and the pooled keys of
+its n / 4 blocks. All words of a page of 48 positions of our layer, by hand:
 """
 
 # %%
@@ -311,9 +315,9 @@ print(f"block 20: in the page of entry {entry}, raw keys from word {raw_word}, p
 
 # %% [markdown]
 """
-48 is a multiple of 4, so a page ends where a block ends. All five keys of a block lie in *one* page, and one lookup finds them.
-With pages of 6, block 1 (positions 4 to 7) would have two keys in one page and two in another, and no place of its own for the
-pooled one. Such a page size is refused:
+48 is a multiple of 4, so a page ends where a block ends. All five keys of a block lie in *one* page, and one lookup
+finds them. With pages of 6, block 1 (positions 4 to 7) would have two keys in one page and two in another, and no
+place of its own for the pooled one. Such a page size is refused:
 """
 
 # %%
@@ -330,9 +334,9 @@ print("pages of 4, 16 and 48: the window's bits")
 
 # %% [markdown]
 """
-How many lookups are made? The engine can count them, thread by thread. In store and pool all 32 threads of a warp make the same
-lookup. In score one thread looks a block up, and in attention one thread looks a key up; the others find the place in shared
-memory. That serves the key, the value, and all query heads of a KV head.
+How many lookups are made? The engine can count them, thread by thread. In store and pool all 32 threads of a warp
+make the same lookup. In score one thread looks a block up, and in attention one thread looks a key up; the others
+find the place in shared memory. That serves the key, the value, and all query heads of a KV head.
 """
 
 # %%
@@ -352,8 +356,8 @@ assert seen.counters["lookups"] == sum(lookups.values()) + lookups["score"]  # r
 """
 ## A picture
 
-Each line is a token of the text, each column a position that it could read. Dark is what it reads, orange is the tail, pale is
-what it leaves out. Down to position 26 all is read; then it is 6 blocks and the tail.
+Each line is a token of the text, each column a position that it could read. Dark is what it reads, orange is the
+tail, pale is what it leaves out. Down to position 26 all is read; then it is 6 blocks and the tail.
 """
 
 # %%
@@ -381,19 +385,22 @@ picture("13-lists", figure)
 
 1. `keys_read`: how many keys a token reads.
 2. `cut`: the score at which a list ends.
-3. `taken`: the blocks of a list, by the cut and in one walk, as the kernel does it. The test compares them with the kernel's.
+3. `taken`: the blocks of a list, by the cut and in one walk, as the kernel does it. The test compares them with the
+   kernel's.
 
 ## What production engines do
 
-* DeepSeek-V3.2 made attention of this kind known: its *lightning indexer* scores every earlier token, not blocks, and 2,048 are
-  read. Others choose by block, too: NSA of DeepSeek, MoBA of Moonshot. *Quest* does so for models that were not trained for it.
-* vLLM has this model's attention on pages. Its raw index keys lie in a small ring for each request, for they are needed only
-  until their block is complete. Pooled keys have a cache with a table of their own. Here both lie in the page: of these layers,
-  a prefix is its pages and nothing else (tutorial 12 has the layers that need more).
-* The order of ties is not promised: PyTorch's `topk`, which Hugging Face's code takes, says nothing about it. Then two correct
-  engines may read different blocks.
+* DeepSeek-V3.2 made attention of this kind known: its *lightning indexer* scores every earlier token, not blocks, and
+  2,048 are read. Others choose by block, too: NSA of DeepSeek, MoBA of Moonshot. *Quest* does so for models that were
+  not trained for it.
+* vLLM has this model's attention on pages. Its raw index keys lie in a small ring for each request, for they are
+  needed only until their block is complete. Pooled keys have a cache with a table of their own. Here both lie in the
+  page: of these layers, a prefix is its pages and nothing else (tutorial 12 has the layers that need more).
+* The order of ties is not promised: PyTorch's `topk`, which Hugging Face's code takes, says nothing about it. Then
+  two correct engines may read different blocks.
 
 ## Next
 
-[14 · Tensor cores, to the bit](14_tensor_cores_to_the_bit.py): what one instruction does to a sum of seventeen numbers.
+[14 · Tensor cores, to the bit](14_tensor_cores_to_the_bit.py): what one instruction does to a sum of seventeen
+numbers.
 """

@@ -2,7 +2,8 @@
 """
 # 14 · Tensor cores, to the bit
 
-Before this: [04 · Why paged equals window](04_why_paged_equals_window.py), where the order of a sum decides its last bits.
+Before this: [04 · Why paged equals window](04_why_paged_equals_window.py), where the order of a sum decides its last
+bits.
 """
 
 # %%
@@ -22,20 +23,20 @@ from refengine.lab.sources import ROOT
 """
 ## The question
 
-Nearly all arithmetic of a language model is sums of products. A GPU makes them on *tensor cores*: one instruction, `mma`, takes
-16 products and adds them to a running sum. In what order does it add the 17 numbers?
+Nearly all arithmetic of a language model is sums of products. A GPU makes them on *tensor cores*: one instruction,
+`mma`, takes 16 products and adds them to a running sum. In what order does it add the 17 numbers?
 
-In none. It does something else, and no float32 addition on a CPU gives the same bits. An engine that wants one result on a CPU
-and on a GPU must know exactly what.
+In none. It does something else, and no float32 addition on a CPU gives the same bits. An engine that wants one result
+on a CPU and on a GPU must know exactly what.
 """
 
 # %% [markdown]
 """
 ## A worked example in numbers
 
-First in decimals. Say that we may keep three digits, and add 0.004 four times to 1.00. One after the other, each sum is
-rounded: 1.004 becomes 1.00, and so it stays. All four are lost. A tensor core writes the numbers in one column instead, with an
-extra digit, adds them exactly, and then keeps three digits of the sum:
+First in decimals. Say that we may keep three digits, and add 0.004 four times to 1.00. One after the other, each sum
+is rounded: 1.004 becomes 1.00, and so it stays. All four are lost. A tensor core writes the numbers in one column
+instead, with an extra digit, adds them exactly, and then keeps three digits of the sum:
 
       1.000
       0.004
@@ -47,15 +48,15 @@ extra digit, adds them exactly, and then keeps three digits of the sum:
 
 *Keeps* means that it drops the rest. It does not round: 1.016 becomes 1.01, not 1.02.
 
-Now in binary. A float32 has 24 bits. The column of an H200 starts at the largest number's first bit and has 25 bits behind it.
-A unit of the column's last place is `2^(e - 25)`, where `2^e` is the first bit. What is smaller than a unit is dropped before
-the sum, *toward zero*.
+Now in binary. A float32 has 24 bits. The column of an H200 starts at the largest number's first bit and has 25 bits
+behind it. A unit of the column's last place is `2^(e - 25)`, where `2^e` is the first bit. What is smaller than a
+unit is dropped before the sum, *toward zero*.
 
-Take the products 1 and four times 2^-25. e is 0, and a unit is 2^-25. So the column holds 2^25 units, and four times 1 unit.
-The sum is 2^25 + 4 units, which is 1 + 2^-23: a float32. Nothing was lost. Float32 additions in order give 1.
+Take the products 1 and four times 2^-25. e is 0, and a unit is 2^-25. So the column holds 2^25 units, and four times
+1 unit. The sum is 2^25 + 4 units, which is 1 + 2^-23: a float32. Nothing was lost. Float32 additions in order give 1.
 
-Next, 1 and *eight* times 2^-26. The exact sum is the same. But each small number is half a unit, so each is dropped: the result
-is 1. Here float32 does better, if it adds the small ones first.
+Next, 1 and *eight* times 2^-26. The exact sum is the same. But each small number is half a unit, so each is dropped:
+the result is 1. Here float32 does better, if it adds the small ones first.
 """
 
 # %%
@@ -95,9 +96,9 @@ table(
 
 # %% [markdown]
 """
-The third example is about the end of the sum. c is 2^-25, and the only product is -1. The exact result, -1 + 2^-25, lies half
-way between two float32: -1 and -1 + 2^-24. Rounding to the nearest (even) gives -1. The tensor core drops what is beyond the
-24th bit, toward zero: -1 + 2^-24.
+The third example is about the end of the sum. c is 2^-25, and the only product is -1. The exact result, -1 + 2^-25,
+lies half way between two float32: -1 and -1 + 2^-24. Rounding to the nearest (even) gives -1. The tensor core drops
+what is beyond the 24th bit, toward zero: -1 + 2^-24.
 """
 
 # %%
@@ -108,8 +109,8 @@ assert tensor_core([-1], [1], c=2.0**-25) == -1 + 2.0**-24
 """
 ## The code
 
-This is the rule as the engine has it, in whole numbers. A number is a sign, a whole `significand`, and the exponent of its last
-bit. `unit` is the exponent of the column's last place. (`group` is for older GPUs, see below.)
+This is the rule as the engine has it, in whole numbers. A number is a sign, a whole `significand`, and the exponent
+of its last bit. `unit` is the exponent of the column's last place. (`group` is for older GPUs, see below.)
 """
 
 # %%
@@ -120,14 +121,15 @@ show("kernels_numba/machine/exact_mma.py", "_encode")
 """
 In steps:
 
-1. `largest` is the largest exponent of the 17. A product's is the *sum* of its factors' exponents: 1.5 · 1.5 = 2.25 counts as
-   2^0, not as 2^1. Zeros take no part. (`_length` is a number's bits, so `_length - 1` is the place of its first.)
+1. `largest` is the largest exponent of the 17. A product's is the *sum* of its factors' exponents: 1.5 · 1.5 = 2.25
+   counts as 2^0, not as 2^1. Zeros take no part. (`_length` is a number's bits, so `_length - 1` is the place of its
+   first.)
 2. `significand >> -shift` drops bits of the size, so it cuts toward zero, whatever the sign.
 3. `total` is a sum of whole numbers. Their order cannot matter.
 4. `_encode` keeps 24 bits of the total, cutting again.
 
-`_element` is for odd cases. The machine spends most of its time in a form for whole columns. That one multiplies by a power of
-two (`scale`), makes whole numbers (`fptosi` cuts toward zero), and adds those:
+`_element` is for odd cases. The machine spends most of its time in a form for whole columns. That one multiplies by a
+power of two (`scale`), makes whole numbers (`fptosi` cuts toward zero), and adds those:
 """
 
 # %%
@@ -137,9 +139,9 @@ show("kernels_numba/machine/exact_mma.py", "_sum")
 """
 ### What an H200 says
 
-How does one know? By asking. The repository holds the operands and results of 800 `mma` of an H200: for each, A is 16 × 16, B
-is 16 × 8, and C and the result are 16 × 8. An `mma` is done by a warp, 32 threads (*lanes*). Each holds some numbers of each
-matrix; `matrices` puts them where they belong. A word of A or B holds two bf16.
+How does one know? By asking. The repository holds the operands and results of 800 `mma` of an H200: for each, A is 16
+× 16, B is 16 × 8, and C and the result are 16 × 8. An `mma` is done by a warp, 32 threads (*lanes*). Each holds some
+numbers of each matrix; `matrices` puts them where they belong. A word of A or B holds two bf16.
 """
 
 # %%
@@ -174,7 +176,8 @@ assert np.allclose(A @ B + C, RESULT, rtol=1e-3, atol=1e-3 * np.abs(RESULT).max(
 
 # %% [markdown]
 """
-Here is the rule once more, in NumPy, for all outputs at once. Float64 holds each product exactly, and the sums of units, too.
+Here is the rule once more, in NumPy, for all outputs at once. Float64 holds each product exactly, and the sums of
+units, too.
 """
 
 # %%
@@ -232,7 +235,8 @@ print("H200:", RESULT[*place], "- float32 in order:", float32_in_order[*place])
 """
 ### Rules that it could have been
 
-Would another rule do as well? The same machine takes other numbers of bits and groups: how many of the 102,400 outputs differ?
+Would another rule do as well? The same machine takes other numbers of bits and groups: how many of the 102,400
+outputs differ?
 """
 
 # %%
@@ -274,13 +278,14 @@ assert (HOPPER.fraction_bits, HOPPER.group) == (25, 16)
 
 # %% [markdown]
 """
-Only one has none. More bits would be *more* exact, and would be wrong. (Numbers of older GPUs are from published models: that
-of Ampere adds 8 products at a time to c, with 24 bits. This engine claims equal bits only for what was measured.)
+Only one has none. More bits would be *more* exact, and would be wrong. (Numbers of older GPUs are from published
+models: that of Ampere adds 8 products at a time to c, with 24 bits. This engine claims equal bits only for what was
+measured.)
 
 ### In a kernel
 
-A product of matrices takes K numbers a row, far more than 16. The kernel goes through K in steps of 16, and each `mma` takes
-the last one's result as its c:
+A product of matrices takes K numbers a row, far more than 16. The kernel goes through K in steps of 16, and each
+`mma` takes the last one's result as its c:
 """
 
 # %%
@@ -290,8 +295,8 @@ show(
 
 # %% [markdown]
 """
-So within 16 the order is free, and beyond it is not. Let us see: exchange columns of both matrices, which changes no exact sum.
-First within each step of 16, then across the steps.
+So within 16 the order is free, and beyond it is not. Let us see: exchange columns of both matrices, which changes no
+exact sum. First within each step of 16, then across the steps.
 """
 
 # %%
@@ -318,9 +323,9 @@ print(f"within steps: the same bits; across: {(across != straight).mean():.0%} o
 """
 ## A picture
 
-Left: the rules of above. Right: cutting toward zero has a price. A nearest rounding errs up as often as down. A cut errs always
-toward zero, so in a long sum of positive numbers the errors add up. Random numbers between 0 and 1, K of them: how far is the
-result from the exact one, on average, in units of the last place?
+Left: the rules of above. Right: cutting toward zero has a price. A nearest rounding errs up as often as down. A cut
+errs always toward zero, so in a long sum of positive numbers the errors add up. Random numbers between 0 and 1, K of
+them: how far is the result from the exact one, on average, in units of the last place?
 """
 
 # %%
@@ -367,19 +372,20 @@ picture("14-rules", figure)
 
 ## What production engines do
 
-* They all run on tensor cores, through cuBLAS, CUTLASS, Triton, FlashAttention or FlashInfer. What one instruction does inside
-  is not promised by NVIDIA. Others have found it out by asking, too; they report columns of other widths, cut toward zero.
+* They all run on tensor cores, through cuBLAS, CUTLASS, Triton, FlashAttention or FlashInfer. What one instruction
+  does inside is not promised by NVIDIA. Others have found it out by asking, too; they report columns of other widths,
+  cut toward zero.
 * So their tests compare with tolerances. Equal bits are checked where the *same* GPU runs the *same* kernel twice:
-  batch-invariant modes (Thinking Machines' `batch_invariant_ops`, then vLLM and SGLang) fix the order of steps, and take the
-  inside as it is.
+  batch-invariant modes (Thinking Machines' `batch_invariant_ops`, then vLLM and SGLang) fix the order of steps, and
+  take the inside as it is.
 * tinygrad, too, has an emulator in Python that knows tensor cores, so that its kernels are tested without a GPU.
-* The column can matter for quality. DeepSeek reported for V3 that fp8 sums on Hopper keep only about 14 bits. Their kernels
-  move the running sum out of the tensor core every 128 products.
+* The column can matter for quality. DeepSeek reported for V3 that fp8 sums on Hopper keep only about 14 bits. Their
+  kernels move the running sum out of the tensor core every 128 products.
 
 The whole rule, with infinities, NaN and the one case where the H200's last bit is not explained, is [numerics
 §2](../docs/spec/numerics.md#2-the-tensor-core).
 
 ## Next
 
-[All tutorials](README.md). 15 is about time: how to measure a cost of 0.3 %.
+[15 · Measuring a 0.3 % cost](15_measuring_a_small_cost.py): what paging costs in time, and how one knows.
 """

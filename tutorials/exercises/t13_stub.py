@@ -1,4 +1,7 @@
-"""Exercises of tutorial 13: Flash Next's sparse attention. Replace each ``raise NotImplementedError`` by your answer."""
+"""Exercises of tutorial 13: Flash Next's sparse attention.
+
+Replace each ``raise NotImplementedError`` by your answer.
+"""
 
 import numpy as np
 
@@ -6,9 +9,9 @@ import numpy as np
 def keys_read(position: int, budget: int) -> int:
     """How many keys a token reads.
 
-    position: the token's, from 0. budget: how many blocks of four positions it may read, at least 1. It reads all keys up to its
-    own while it has no more complete blocks than that; beyond, those of ``budget`` blocks and the tail behind the last complete
-    block.
+    position: the token's, from 0. budget: how many blocks of four positions it may read, at least 1. It reads all
+    keys up to its own while it has no more complete blocks than that; beyond, those of ``budget`` blocks and the
+    tail behind the last complete block.
     """
     raise NotImplementedError
 
@@ -16,8 +19,8 @@ def keys_read(position: int, budget: int) -> int:
 def cut(scores: np.ndarray, budget: int) -> float:
     """The score at which a list ends: the largest that at least ``budget`` blocks reach.
 
-    scores: float32, of a token's complete blocks, at least ``budget`` of them. A block reaches a score if its own is that or
-    larger. The result is one of the scores.
+    scores: float32, of a token's complete blocks, at least ``budget`` of them. A block reaches a score if its own
+    is that or larger. The result is one of the scores.
     """
     raise NotImplementedError
 

@@ -17,9 +17,10 @@ def kept(x: Fraction) -> Fraction:
 def mma(a: Sequence[float], b: Sequence[float], c: float) -> np.float32:
     """One output of the tensor core: c + the sum of a · b, as a float32.
 
-    a, b: 16 bf16 numbers each; c: a float32. The exponent of x is the e of |x| = 2^e · 1.xyz; that of a product is the sum of its
-    factors'. Each of the 17 terms is cut toward zero to a multiple of 2^(largest exponent - 25), zeros taking no part; they are
-    added exactly; 24 bits of the sum are kept. No result is subnormal or infinite. If all terms are zero, it is 0.
+    a, b: 16 bf16 numbers each; c: a float32. The exponent of x is the e of |x| = 2^e · 1.xyz; that of a product is
+    the sum of its factors'. Each of the 17 terms is cut toward zero to a multiple of 2^(largest exponent - 25),
+    zeros taking no part; they are added exactly; 24 bits of the sum are kept. No result is subnormal or infinite.
+    If all terms are zero, it is 0.
     """
     raise NotImplementedError
 

@@ -53,7 +53,7 @@ def test_decode_sum_is_the_kernels(answers):
 
 
 def kernel_sums(state: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The sums state · k of the real kernel: with v = 0, beta = 1 and k[0] = 1 it adds their negatives to the first column."""
+    """The sums state · k of the real kernel: with v = 0 and beta = k[0] = 1 the first column becomes their negatives."""
     rows = np.concatenate([np.zeros(128, BF16), k, np.zeros(128, BF16)])[None]
     streams, ones, y = np.zeros((1, COLUMNS), np.int64), np.ones((1, 1), np.float32), np.zeros((1, 128), BF16)
     streams[0, ROWS] = 1
