@@ -14,6 +14,7 @@ from backends.arena import CacheShape
 from backends.base import Sizes, Stream
 from backends.layout import Layout
 from backends.paged import PagedBackend
+from backends.pool import PoolBroken
 from kernels_numba.machine import count, device, int64, uint32
 
 LEAF = 4
@@ -63,6 +64,22 @@ class TwoLevelBackend(PagedBackend):
             self.pages[self.leaf_start(leaf) : self.leaf_start(leaf) + LEAF] = self.null_page
             self.pages[stream.slot * self.entries + number] = self.null_page
             self.free_leaves.append(leaf)
+
+    def check_tables(self) -> None:
+        """Raise PoolBroken unless directories and leaves lead to their streams' pages and nothing else, and no leaf is lost."""
+        held = [leaf for leaves in self.taken.values() for leaf in leaves]
+        if sorted([*self.free_leaves, *held]) != list(range(self.leaves)):
+            raise PoolBroken(f"{self.name}: leaves free {self.free_leaves}, taken {self.taken}")
+        wanted = np.full(self.pages.shape, self.null_page, np.int32)
+        for slot, leaves in self.taken.items():
+            for number, leaf in enumerate(leaves):
+                named = self.streams[slot].pages[number * LEAF : (number + 1) * LEAF]
+                wanted[slot * self.entries + number] = self.leaf_start(leaf)
+                wanted[self.leaf_start(leaf) : self.leaf_start(leaf) + len(named)] = named
+        found = np.asarray(self.pages.get() if hasattr(self.pages, "get") else self.pages)
+        if len(wrong := np.flatnonzero(found != wanted)):
+            entry = int(wrong[0])
+            raise PoolBroken(f"{self.name}: entry {entry} of the table is {found[entry]}, not {wanted[entry]}")
 
     def leaf_start(self, leaf: int) -> int:
         """The first entry of a leaf."""
