@@ -1,0 +1,1 @@
+"""What things cost, and how sure one may be of it."""
