@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint contract browser tutorials clean
+.PHONY: demo test lint contract browser tutorials docs clean
 
 demo: .venv/ready
 	$(BIN)/refengine compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32
@@ -30,8 +30,16 @@ tutorials: export OPENBLAS_NUM_THREADS := 1
 tutorials: .venv/ready-tutorials
 	$(BIN)/python -m refengine.lab.execute
 
+# The site, in site/. A link or an anchor that leads nowhere stops it.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv/ready-docs
+	$(BIN)/python -m refengine.lab.site build/docs
+	$(BIN)/mkdocs build --quiet --strict --config-file build/docs/mkdocs.yml
+	$(BIN)/python -m refengine.lab.site --offline site
+	@echo "DOCS site/index.html"
+
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -44,6 +52,10 @@ clean:
 
 .venv/ready-test: setup.cfg pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
+	@touch $@ .venv/ready
+
+.venv/ready-docs: setup.cfg pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@ .venv/ready
 
 .venv/ready-tutorials: setup.cfg pyproject.toml | .venv/bin/python

@@ -11,7 +11,10 @@ import numpy as np
 from backends.stream import Stream
 from kernels_numba.streams import FIRST, ROWS
 
-PROMPT, DECODE = "prompt", "decode"
+PROMPT = "prompt"
+"""The phase of a pass over a prompt's rows."""
+DECODE = "decode"
+"""The phase of a pass over the newest rows of streams."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer.main
 
@@ -16,7 +17,11 @@ from kernels_numba.machine import __all__ as machine_names
 from refengine.cli import app
 from refengine.device import open_device
 from refengine.lab.dialect_table import cuda_names
-from refengine.lab.docs import DocsError, pages, renewed, source
+from refengine.lab.docs import DocsError, pages, renewed, source, whole
+from refengine.lab.exercises import load
+from refengine.lab.links import broken
+from refengine.model import check_dims
+from refengine.registry import load_model
 from refengine.verify.attention_bits import Bench, Heads, equal_backends
 
 ROOT = Path(__file__).parents[1]
@@ -37,10 +42,8 @@ def test_the_demo_shows_the_recorded_bits():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(page):
-    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose)
-    assert [link for link in links if not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_anchors(page):
+    assert broken(page) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -126,6 +129,10 @@ def test_decorators_belong_to_a_source():
     assert source("backends/layout.py", "locate_window").startswith("```python\n@device\ndef locate_window(")
 
 
+def test_a_whole_file_is_fenced_by_its_language():
+    assert whole("docs/examples/small.yaml").startswith("```yaml\n# A layout of one's own")
+
+
 @pytest.mark.parametrize(
     ("part", "named"),
     [
@@ -163,3 +170,32 @@ def test_the_example_backend_equals_the_window(installed, phase, rows, committed
     bench = Bench(Heads(8, 2), 160, open_device("cpu"))
     ((_, equal, _),) = equal_backends(bench, phase, rows, committed, (("paged-p64", 64),))
     assert equal
+
+
+# --- The examples of the guides -----------------------------------------------------------------------------------------
+
+
+def test_the_cuda_kernel_compiles():
+    """With NVRTC, which needs no GPU."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    text = (ROOT / "docs" / "examples" / "row_squares.cu").read_bytes()
+    _, program = nvrtc.nvrtcCreateProgram(text, b"row_squares.cu", 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, 2, [b"-arch=compute_80", b"-fmad=false"])
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = b" " * size
+    nvrtc.nvrtcGetPTX(program, ptx)
+    assert b"shfl.sync.bfly" in ptx and b"bar.sync" in ptx and b"fma.rn.f32" not in ptx
+
+
+def test_the_port_keeps_its_order_of_sums():
+    port = load(ROOT / "docs" / "examples" / "port_a_kernel.py")
+    for n in (1, 31, 128, 129, 1000):
+        x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
+        out = np.zeros(3, np.float32)
+        port.row_squares.at(barrier=True)[3, port.THREADS](out, x)
+        assert out.tobytes() == port.in_order(x).tobytes()
+
+
+def test_the_layout_of_the_guide_can_be_run():
+    check_dims(load_model(ROOT / "docs" / "examples" / "small.yaml"))

@@ -271,7 +271,7 @@ left.legend()
 for found, label, color in ((means, "means of separate runs", "#999999"), (middles, "A B B A", "#3b6ea5")):
     right.hist(100 * (found - 1), bins=np.arange(-8, 8.1, 0.2), color=color, label=label, alpha=0.8)
 right.axvline(100 * (TRUE - 1), color="#c46a2b", linewidth=1)
-right.set(xlabel="cost that is measured, %", ylabel="machines", title="300 machines")
+right.set(xlabel="cost that is measured, %", ylabel="machines", title="300 machines", xlim=(-6, 10))
 right.legend()
 picture("15-two-ways", figure)
 

@@ -6,6 +6,7 @@
 A part stands between ``<!-- KIND arguments -->`` and ``<!-- /KIND -->``, each on its own line:
 
     source FILE NAME ...    the functions or classes of a Python file
+    file FILE               a whole file
     run FILE                what a script prints
     claims FILE             a benchmark's figures
     dialect                 the instructions of the kernel dialect
@@ -30,6 +31,7 @@ from refengine.lab.sources import ROOT, DocsError, excerpt
 from refengine.lab.tutorials import tutorials
 
 PART = re.compile(r"^<!-- (\w+)((?: [^\n]*)?) -->\n(.*?)^<!-- /\1 -->$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {".cu": "cuda", ".py": "python", ".yaml": "yaml"}
 DEMO = "compare qwen3.5-tiny --page-size 48 --prompt-rows 256 --prompt @docs/prompt.txt --tokens 32"
 
 
@@ -49,6 +51,11 @@ def pages() -> list[Path]:
 def source(file: str, *names: str) -> str:
     """Top-level definitions of a Python file, as they stand, decorators too."""
     return fenced("python", "\n\n\n".join(excerpt(file, name).text for name in names))
+
+
+def whole(file: str) -> str:
+    """A file as it stands."""
+    return fenced(LANGUAGES[Path(file).suffix], (ROOT / file).read_text(encoding="utf-8").rstrip())
 
 
 def run(file: str) -> str:
@@ -91,6 +98,7 @@ def fenced(language: str, text: str) -> str:
 
 KINDS: dict[str, Callable[..., str]] = {
     "source": source,
+    "file": whole,
     "run": run,
     "claims": claims,
     "dialect": dialect_table,

@@ -1,6 +1,6 @@
 """Two things timed against each other, A and B: rounds of A B B A, the ratio of each round, and how sure their median is.
 
-Whatever changes slowly while the rounds run, the clock of the machine, its heat, its company, meets both alike. Spec serving §6.
+Whatever changes slowly while the rounds run, the clock of the machine, its heat, its company, meets both alike.
 """
 
 from __future__ import annotations
