@@ -34,7 +34,7 @@ tutorials: .venv/ready-tutorials
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: .venv/ready-docs
 	$(BIN)/python -m refengine.lab.site build/docs
-	$(BIN)/mkdocs build --quiet --strict --config-file build/docs/mkdocs.yml
+	$(BIN)/mkdocs build --strict --config-file build/docs/mkdocs.yml
 	$(BIN)/python -m refengine.lab.site --offline site
 	@echo "DOCS site/index.html"
 
