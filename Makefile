@@ -30,7 +30,7 @@ tutorials: export OPENBLAS_NUM_THREADS := 1
 tutorials: .venv/ready-tutorials
 	$(BIN)/python -m refengine.lab.execute
 
-# The site, in site/. A link or an anchor that leads nowhere stops it.
+# The site, in site/. A link or an anchor that leads nowhere stops it: mkdocs counts the warnings that it may print, so no --quiet.
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: .venv/ready-docs
 	$(BIN)/python -m refengine.lab.site build/docs
