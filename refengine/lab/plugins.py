@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import configparser
+import shutil
 import sys
 from importlib import invalidate_caches
 from pathlib import Path
@@ -12,13 +14,14 @@ from tempfile import mkdtemp
 def make_known(package: Path) -> str:
     """Do what ``pip install -e`` of a package does for this process: Python finds its modules and its entry points.
 
-    package: a folder with a setup.cfg. Returns the entry points as Python reads them from now on.
+    package: a folder with a setup.cfg. Returns the entry points as Python reads them until this process ends.
     """
     setup = configparser.ConfigParser()
     setup.read(package / "setup.cfg", encoding="utf-8")
     name, version = setup["metadata"]["name"], setup["metadata"]["version"]
     points = "".join(f"[{group}]{lines}\n" for group, lines in setup["options.entry_points"].items())
     site = Path(mkdtemp(prefix="refengine-"))
+    atexit.register(shutil.rmtree, site, ignore_errors=True)
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
