@@ -41,6 +41,12 @@ def test_equal_ratios_are_a_point():
     assert interval_of(np.full(9, 1.5)) == Interval(1.5, 1.5, 1.5)
 
 
+def test_the_interval_is_that_of_order_statistics():
+    """The median of 101 draws lies below the i-th of 101 as often as a binomial says: 2.5 % at 50 - 1.96 · sqrt(101) / 2."""
+    found = interval_of(np.arange(101.0), resamples=20_000)
+    assert found.middle == 50 and abs(found.low - 40.2) <= 0.8 and abs(found.high - 59.8) <= 0.8
+
+
 def test_the_interval_is_repeated_by_its_seed():
     ratios = np.random.default_rng(0).normal(1, 0.1, 21)
     assert interval_of(ratios, 4, 20) == interval_of(ratios, 4, 20) != interval_of(ratios, 5, 20)
