@@ -386,7 +386,8 @@ halves the table. Entry `n // 2` holds page number `n`, in its low half if `n` i
   attention backends are classes chosen by name, and its block table has one level.
 * mini-sglang swaps attention backends by a string, and takes pairs such as `fa,fi`: one for prefill, one for decode. Its
   `check_integrity()` is product code, like `check()` here.
-* Hugging Face transformers lets you register an attention function by name. llama.cpp loads its backends as shared libraries.
+* Hugging Face transformers lets you register an attention function by name. llama.cpp can load its backends as shared
+  libraries.
 * FlashInfer avoids reserved entries in another way: the tables of all texts of a batch lie behind one another in one array,
   each as long as it is, and a second array says where each begins.
 """
