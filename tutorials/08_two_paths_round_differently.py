@@ -26,8 +26,8 @@ from refengine.verify.attention_bits import Bench, Heads
 """
 ## The question
 
-You send the same prompt twice, with the same weights, and at each step the engine takes the most likely token. Nothing is random.
-Can the second reply be another one, only because somebody else's text was in the same pass?
+You send the same prompt twice, with the same weights, and at each step the engine takes the most likely token. Nothing is
+random. Can the second reply be another one, only because somebody else's text was in the same pass?
 
 It can. This tutorial builds that fault, out of two kernels that are both right.
 """
@@ -87,8 +87,8 @@ assert one + (small + small) > 1
 ## The code
 
 The engine has two ways to attend. Tutorials 03 and 06 had the way by *tiles*: tensor cores multiply small matrices. The second
-way is older and simpler. It is called the **scalar path**: plain multiplications and additions, one after the other. Here is how
-it scores keys. A *lane* is one of 16 threads that work on a query head; each has four of a tile's 64 keys.
+way is older and simpler. It is called the **scalar path**: plain multiplications and additions, one after the other. Here is
+how it scores keys. A *lane* is one of 16 threads that work on a query head; each has four of a tile's 64 keys.
 """
 
 # %%
@@ -96,14 +96,14 @@ show("kernels_numba/decode_scalar.py", "score_keys", "weigh", "head_sum")
 
 # %% [markdown]
 """
-* `score_keys`: a score is one long chain. Each `fma` multiplies two numbers, adds the product to the sum so far and rounds once.
-  The tensor core takes 16 products at a time and has a rounding of its own (tutorial 14).
+* `score_keys`: a score is one long chain. Each `fma` multiplies two numbers, adds the product to the sum so far and rounds
+  once. The tensor core takes 16 products at a time and has a rounding of its own (tutorial 14).
 * `weigh`: each lane adds the weights of its keys: `lane`, `lane + 16`, `lane + 32`, `lane + 48`, from the left.
-* `head_sum`: 16 sums become one in four rounds. `shfl_xor(x, 8)` is the `x` of the lane whose number differs by 8, so lanes 0 and
-  8 add theirs, lanes 1 and 9, and so on. Then at distance 4, 2 and 1.
+* `head_sum`: 16 sums become one in four rounds. `shfl_xor(x, 8)` is the `x` of the lane whose number differs by 8, so lanes 0
+  and 8 add theirs, lanes 1 and 9, and so on. Then at distance 4, 2 and 1.
 
-Decode by tiles adds the same 64 weights in another order. Here it is for comparison. Four warps have 16 keys each, and a group of
-four lanes (`quad`) has them within a warp:
+Decode by tiles adds the same 64 weights in another order. Here it is for comparison. Four warps have 16 keys each, and a group
+of four lanes (`quad`) has them within a warp:
 """
 
 # %%
@@ -157,8 +157,8 @@ row knows its phase, whoever else is there.
 
 The other two modes, `--attention scalar-batch` and `scalar-decode`, are a fault that is kept for teaching. Look at
 `holds_pages`: it asks whether *any* stream of the pass is on pages. The choice is then made for *every* row. Why would someone
-write that? One kernel can read windows only; a new one can read pages; and a pass wants one launch. So passes with pages take the
-new kernel. It looks harmless.
+write that? One kernel can read windows only; a new one can read pages; and a pass wants one launch. So passes with pages take
+the new kernel. It looks harmless.
 
 Let us try it. In the backend `mixed` the first stream has a window, and the others take pages. The first stream has read 99
 tokens. Now its 100th is computed: alone, and beside another stream.
@@ -209,13 +209,15 @@ assert changed["scalar-decode", PROMPT] == 0 < changed["scalar-decode", DECODE]
 
 # %% [markdown]
 """
-The first stream's memory is the same in all twelve runs. It has a window. Only the company changed, and some of its numbers did.
+The first stream's memory is the same in all twelve runs. It has a window. Only the company changed, and some of its numbers
+did.
 
 ### Which of the two is wrong?
 
-Neither. Compare both with a computation in float64, which is exact for our purpose. The engine has a *bound* for each kernel: how
-far its roundings can take it from the exact result at most. Both stay below theirs. (The largest error is the same: it comes from
-the last step, where both round their result to 8 bits. The scalar path's bound is the tighter one, for its weights are float32.)
+Neither. Compare both with a computation in float64, which is exact for our purpose. The engine has a *bound* for each kernel:
+how far its roundings can take it from the exact result at most. Both stay below theirs. (The largest error is the same: it
+comes from the last step, where both round their result to 8 bits. The scalar path's bound is the tighter one, for its weights
+are float32.)
 """
 
 # %%
@@ -298,11 +300,13 @@ assert 0 < moved.max() < 0.05 * (alone.max() - alone.min())
 
 # %% [markdown]
 """
-All scores had moved a little, at every token. At the ninth, two candidates were close enough for it to matter. Whoever reads the
-texts will find nothing: the fault shows in some replies, at some place, when certain others are there.
+The scores have moved a little. For eight tokens the best candidate was far enough ahead. At the ninth, two were close enough
+for it to matter. Whoever reads the texts will find nothing: the fault shows in some replies, at some place, when certain others
+are there.
 
 That is why the engine's checks look at bits, and not at texts. Of its *equalities* the second one says: **together == alone**.
-Each stream of a pass must have the bits that it has by itself. It needs no exact result, and finds what is wrong with the choice:
+Each stream of a pass must have the bits that it has by itself. It needs no exact result, and finds what is wrong with the
+choice:
 
     .venv/bin/refengine equal --only 2
     .venv/bin/refengine equal --only 2 --attention scalar-batch
@@ -359,8 +363,8 @@ belong to two lanes and meet last of all. Neither is better, as long as a row do
 ## What production engines do
 
 * The name for what this tutorial wants is *batch invariance*: a row's bits do not depend on the batch. Thinking Machines wrote
-  about it and published `batch_invariant_ops`: kernels for matrix products and means that keep one order. Of 1,000 replies to one
-  prompt 18 were different without them, and one with them.
+  about it and published `batch_invariant_ops`: kernels for matrix products and means that keep one order. In its example 1,000
+  greedy replies to one prompt are 18 different ones without these kernels, and one with them.
 * vLLM has a batch-invariant mode. One of its tests is the twin of our `scalar-batch`: it passes only if differences *do* appear
   while the mode is off.
 * SGLang has a mode for deterministic inference, with a test that samples a prompt many times and counts different replies.
@@ -368,8 +372,8 @@ belong to two lanes and meet last of all. Neither is better, as long as a row do
 * In most engines these modes are off by default: libraries choose kernels by the number of rows, which is faster. The replies
   are then as good, and not repeatable.
 
-Known ways in which a row comes to depend on its company: a matrix library that chooses its algorithm by the number of rows, sums
-that are split by the load, and chunks of keys that begin where the pass begins. All have the same cure: the order of a sum
+Known ways in which a row comes to depend on its company: a matrix library that chooses its algorithm by the number of rows,
+sums that are split by the load, and chunks of keys that begin where the pass begins. All have the same cure: the order of a sum
 follows from positions alone.
 """
 

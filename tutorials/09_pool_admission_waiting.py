@@ -45,9 +45,9 @@ A pool has 10 pages of 4 positions. Three requests arrive together:
 | B | 12 | 12 | 3 | 6 |
 | C | 2 | 2 | 1 | 1 |
 
-**Let in whoever fits now.** A and B take 3 pages each for their prompts, and both begin to write. After 4 tokens each needs a
-fourth page, after 4 more a fifth. That makes 10. At the next token each needs a sixth, and there is none. A waits for B, and B
-waits for A: a *deadlock*.
+**Let in whoever fits now.** A and B take 3 pages each for their prompts, and both begin to write. For the first token each
+needs a fourth page, four tokens later a fifth. That makes 10. Four tokens later each needs a sixth, and there is none. A waits
+for B, and B waits for A: a *deadlock*.
 """
 
 # %%
@@ -122,7 +122,7 @@ show("backends/pool.py", "Claim.take")
 * `claim` is all or nothing. If there is no room, it raises `PoolFull` before anything has changed.
 * `run` is a second kind of memory from the same pool: pages in a row for the state of recurrent layers. A stream holds them
   from start to end (tutorials 10 and 12).
-* `Claim.take` hands out pages that were promised. It does not ask whether there is room. `claim` has seen to that.
+* `Claim.take` hands out pages that were promised. It asks only whether they were. That there is room, `claim` has seen to.
 
 Pages are handed out lowest first, so equal requests give equal page tables. A fault that comes once comes again.
 

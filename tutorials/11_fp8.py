@@ -88,8 +88,8 @@ show("kernels_numba/fp8.py", "magnitude", "exponent_of", "e4m3")
 * `exponent_of`: `largest >> 7` is the exponent of a bf16, with 127 added. 448 is 1.75 · 2^8, so the result is the exponent less
   8 (127 + 8 = 135), or one more if the 7 bits behind are larger than those of 1.75: 0x60.
 * `e4m3`: a float32 has 23 bits behind the point, 3 are kept, 20 go. Adding half of what goes (0x7FFFF, and one more if the last
-  bit that stays is odd) and cutting off rounds to the nearest, ties to even. A carry runs into the exponent by itself. `120 <<
-  3` makes up for the two kinds of exponent: 127 is added to the one, 7 to the other.
+  bit that stays is odd) and cutting off rounds to the nearest, ties to even. A carry runs into the exponent by itself.
+  And `120 << 3` makes up for the two kinds of exponent: 127 is added to the one, 7 to the other.
 * Below 1/64 there are fixed steps of 1/512. Adding 2^14 to a small number makes the float32 addition itself round to them.
 * `min(normal, LARGEST_CODE)`: what is too large *saturates* at 448. Without it, it would become the next code, and that one is
   NaN.
@@ -248,7 +248,7 @@ print(
 A row of 256 numbers is 256 codes and one exponent: 257 bytes in place of 512. So a cache holds nearly twice the positions.
 
 The exponents of a layer lie together in a page, one byte for each row, behind its codes. Every such plane begins at a multiple
-of 16 bytes. With pages of 256 that costs nothing. With pages of one position 15 of 16 bytes may be filling:
+of 16 bytes. With pages of 256 that costs nothing. With pages of one position and 4 KV heads, 12 of the 16 bytes are filling:
 """
 
 # %%

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 def pages_needed(prompt: int, reply: int, page_size: int, run_pages: int = 0) -> int:
     """The pages that a request claims.
 
-    prompt, reply: tokens. page_size: positions a page. run_pages: pages of its recurrent state, which it holds from start to
-    end.
+    prompt, reply: tokens. page_size: positions a page. run_pages: pages of its recurrent state, which are claimed, too.
     """
     raise NotImplementedError
 

@@ -7,7 +7,7 @@ def chain(ids: Sequence[int], page_size: int, hashed: Callable[[bytes], bytes]) 
     """The keys of a prompt's whole pages.
 
     The first key is b"", that of no page. The key of each further whole page is ``hashed(the key before + the page's token ids
-    as int64 bytes)``. A last page that is not full has no key. ``np.array(ids, np.int64).tobytes()`` are the bytes.
+    as int64 bytes)``. A last page that is not full has no key. ``numpy.array(ids, numpy.int64).tobytes()`` are bytes.
     """
     raise NotImplementedError
 
