@@ -21,7 +21,7 @@ from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import open_device
 from refengine.errors import UserError
-from refengine.model import Qwen35, check_dims
+from refengine.model import check_dims, open_model
 from refengine.verify.compare import Arm, first_difference
 from refengine.verify.explain import Parting, Place, Reading, Side, first_place, parting, read_at
 from refengine.verify.fold_watch import FoldState
@@ -151,7 +151,7 @@ def both_sides(a: Recorded, b: Recorded, fault: Fault | None, device_name: str) 
     check_dims(spec)
     prompt = prompt_of(requests[0], spec)
     context = room(requests[0], len(prompt), spec)
-    model = Qwen35(spec, load_weights(checkpoint(), spec), device, context)
+    model = open_model(spec, load_weights(checkpoint(), spec), device, context)
     prompts = rotated(prompt, a.request.parallel)
 
     def side(request: Compare, plant: Any) -> Side:

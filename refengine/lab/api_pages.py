@@ -57,7 +57,7 @@ def is_docstring(node: ast.stmt | None) -> bool:
 
 def imported(module: str, tree: ast.Module) -> dict[str, str]:
     """Names that a module, or a package, takes from this project, and where they are defined."""
-    found = {}
+    found: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             origin = f"{module}.{node.module}" if node.level else node.module or ""

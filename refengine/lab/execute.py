@@ -47,7 +47,7 @@ def execute(path: Path, out: Path = OUT, limit: float = LIMIT) -> Executed:
     from nbclient.exceptions import CellExecutionError, DeadKernelError
 
     notebook = jupytext.read(path)
-    options = {"timeout": None, "kernel_name": "python3", "extra_arguments": ["--log-level=CRITICAL"]}
+    options: dict[str, Any] = {"timeout": None, "kernel_name": "python3", "extra_arguments": ["--log-level=CRITICAL"]}
     client = NotebookClient(notebook, resources={"metadata": {"path": str(ROOT)}}, **options)
     began, problem = time.monotonic(), ""
     try:

@@ -27,7 +27,7 @@ from kernels_numba.streams import (
     V_PLANE,
 )
 from refengine.device import Device
-from refengine.model import Qwen35
+from refengine.model import Model
 from refengine.serve.session import Session
 from refengine.verify import fp8_oracle
 from refengine.verify.compare import Arm, differing, run_arm
@@ -42,7 +42,7 @@ class Side:
 
     name: str
     build: Callable[[], Backend]
-    model: Qwen35
+    model: Model
     device: Device
     prompts: Sequence[Sequence[int]]
     prompt_rows: int
