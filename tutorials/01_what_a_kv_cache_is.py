@@ -2,8 +2,13 @@
 """
 # 01 · What a KV cache is
 
-You need Python and NumPy, no GPU. Run the cells in Jupyter, or the whole file with `python
-tutorials/01_what_a_kv_cache_is.py`.
+You need to know Python and NumPy. A GPU is not needed. From the top of the repository:
+
+    make .venv/ready
+    .venv/bin/python tutorials/01_what_a_kv_cache_is.py
+
+The first command installs what the engine needs, once. The second runs this file. It is a notebook, too:
+[README](README.md) says how to open it in Jupyter.
 """
 
 # %%
@@ -76,24 +81,54 @@ Now look at what the third token needed of the other two: their keys and values.
 looks *forward*, so nothing that comes later changes an older token's key or value. They can be computed once and
 kept.
 
-A fourth token arrives. With the cache, only its own three vectors are new:
+Here is a layer that does both. It is given a vector of 3 numbers for each token. Three matrices make the query, the key
+and the value of it. Four tokens are read one by one through a cache, and then the whole text once more without one:
 """
 
 # %%
-cache_k, cache_v = [*keys], [*values]  # what the first three tokens left
+rng = np.random.default_rng(0)
+W_q, W_k, W_v = rng.standard_normal((3, 2, 3))  # each makes 2 numbers of 3
+text = rng.standard_normal((4, 3))
+computed = []  # the tokens whose vectors were computed
 
-new_q, new_k, new_v = np.array([0.0, log(2)]), np.array([1.0, 2.0]), np.array([1.0, 1.0])
-cache_k.append(new_k)
-cache_v.append(new_v)
 
-with_cache = attend(new_q, np.array(cache_k), np.array(cache_v))
-read_again = attend(new_q, np.vstack([keys, new_k]), np.vstack([values, new_v]))
+def project(token):
+    """The three vectors of a token of the text."""
+    computed.append(token)
+    return W_q @ text[token], W_k @ text[token], W_v @ text[token]
+
+
+cache_k, cache_v = [], []
+
+
+def read_next(token):
+    """With the cache: only the new token's vectors are computed."""
+    q, k, v = project(token)
+    cache_k.append(k)
+    cache_v.append(v)
+    return attend(q, np.array(cache_k), np.array(cache_v))
+
+
+for token in range(3):
+    read_next(token)
+computed.clear()
+with_cache = read_next(3)
+assert computed == [3]
+
+computed.clear()
+q, k, v = zip(*[project(token) for token in range(4)])  # without a cache: all four, anew
+read_again = attend(q[3], np.array(k), np.array(v))
+assert computed == [0, 1, 2, 3]
 assert (with_cache == read_again).all()
-print("the fourth token's result:", with_cache.round(3))
+print("the fourth token's result, both times:", with_cache.round(3))
 
 # %% [markdown]
 """
-What does it save? Take a prompt of 1,000 tokens and a reply of 100. Without a cache, token after token, the model
+A word that you will meet often is **row**. The vectors of many tokens stand in one array, a token below the other, so
+what belongs to one token is a row of it. To *compute a row* is to send one token through the model. A *row of the
+cache* is one key, or one value, of one token.
+
+What does the cache save? Take a prompt of 1,000 tokens and a reply of 100. Without a cache, token after token, the model
 computes 1,000 rows, then 1,001, then 1,002, and so on. With a cache it computes the prompt once, which gives the
 first token of the reply, and then one row for each of the 99 others.
 """
@@ -109,8 +144,12 @@ table(["", "rows computed"], [["without a cache", without], ["with a cache", cac
 """
 ## The code
 
-In the engine an attention layer is a few lines. A matrix product gives the queries, keys and values of the new tokens
-(`projected`). `backend.store` puts keys and values into the cache, and `backend.attend` reads the whole cache. A
+Real layers have several *heads*: each does on its own what you just saw, with vectors of its own. Several **query
+heads** may look into the same keys and values; these belong to one **KV head**. `qwen3.8-27b` has 24 query heads and 4
+KV heads, so 6 query heads share each.
+
+In the engine an attention layer is a few lines. A matrix product gives the queries, keys and values of the new tokens,
+for all heads (`projected`). `backend.store` puts keys and values into the cache, and `backend.attend` reads the whole cache. A
 *backend* is a form of cache; you will meet three of them in tutorial 02.
 """
 
@@ -119,17 +158,19 @@ show("refengine/model/blocks.py", "Blocks.attention")
 
 # %% [markdown]
 """
-The two lines that matter are `q = backend.store(...)` and `backend.attend(...)`. (The lines with `sparse` in them are
-for a model of tutorial 13. The gate and the last product belong to the model, not to the cache.)
+The two lines that matter are `q = backend.store(...)` and `backend.attend(...)`. (The lines with `Sparse` or `sparse`
+in them are for a model of tutorial 13. The *gate* multiplies each result by a number between 0 and 1 that the model
+computes from the token; it and the last product have nothing to do with the cache.)
 
-What does `store` write? For each token and each KV head a key and a value, a *row* each. Below is the GPU kernel that
+What does `store` write? For each token and each KV head a key and a value, a row each. Below is the GPU kernel that
 does it for a prompt, written in Python. Many threads run it, and each does a small part. You need not follow every
 name. Look for two things:
 
-* A query (`if head < H`) is normed, rotated and handed back by `store_row`. *Rotated* means that the token's position
-  is mixed into it.
-* A key (`elif head < H + HK`) is normed and rotated, too. Then it goes to `store_cached`, into the array `arena`:
-  that is the cache. The value follows it as it is.
+* A query (`if head < H`, H query heads) is *normed*, *rotated* and handed back by `store_row`. *Normed*: brought to a
+  common length, then multiplied by numbers that the model learned (`w.norms` above, `q_gain` below). *Rotated*: the
+  token's position is mixed into it.
+* A key (`elif head < H + HK`, HK KV heads) is normed and rotated, too. Then it goes to `store_cached`, into the array
+  `arena`: that is the cache. The value follows it as it is.
 
 A token's position never changes, so neither does what was stored.
 """
@@ -191,17 +232,23 @@ print("the last token's result is the same in every bit")
 And what changed in memory? The arena is an array of 32-bit words. A word holds two numbers of 16 bits (*bf16*: a
 float with 8 bits of precision). So a key of 64 numbers is 32 words, and so is a value. One pass over one token must
 write 64 words. The rest must stay as it was.
+
+How large is the arena? In a window all keys come first, then all values: 100 positions of 64 words. Behind them is
+room for one more token of 64 words, where a reply's newest token waits until it is kept (the *record* of tutorial 06).
 """
 
 # %%
 changed_words = np.flatnonzero(before != backend.arena.words)
 assert len(changed_words) == 2 * 64 // 2
+assert len(before) == (TOKENS + 1) * 64
+assert changed_words.tolist() == [*range(99 * 32, 100 * 32), *range(199 * 32, 200 * 32)]  # the last key, the last value
 print("words written:", len(changed_words), "of", f"{len(before):,}")
 
 # %% [markdown]
 """
-Is the cache really read? Spoil it and see. Here the key of token 40 is replaced by *not a number*, after the 99
-tokens were read. The last token's result must be lost.
+Is the cache really read? Spoil it and see. Here the key of token 40 is replaced by *not a number* (NaN), after the 99
+tokens were read. All keys come first, 32 words each, so it is words 40 · 32 to 41 · 32 - 1. The last token's result
+must be lost.
 """
 
 # %%
@@ -267,6 +314,8 @@ def steps(axes, with_cache, prompt=8, reply=6):
             color = "#3b6ea5" if new else "#d6e7f7"
             axes.add_patch(Rectangle((token, step), 0.9, 0.9, facecolor=color))
     axes.set(xlim=(0, prompt + reply), ylim=(reply, 0), aspect="equal", xlabel="token", ylabel="step")
+    for axis, count in ((axes.xaxis, prompt + reply), (axes.yaxis, reply)):
+        axis.set_ticks([n + 0.45 for n in range(0, count, 2)], range(0, count, 2))  # below the cells' centres
     axes.set_title(f"{'with' if with_cache else 'without'} a cache: {computed} rows computed")
     return computed
 

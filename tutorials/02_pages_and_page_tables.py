@@ -4,6 +4,9 @@
 
 Before this: [01 · What a KV cache is](01_what_a_kv_cache_is.py). The words *row*, *stream*, *pass* and *window* come
 from there.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/02_pages_and_page_tables.py
 """
 
 # %%

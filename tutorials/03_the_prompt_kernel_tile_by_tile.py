@@ -3,6 +3,9 @@
 # 03 · The prompt kernel, tile by tile
 
 Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). You need no CUDA: the few words of it are explained here.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/03_the_prompt_kernel_tile_by_tile.py
 """
 
 # %%

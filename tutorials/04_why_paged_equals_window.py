@@ -4,6 +4,9 @@
 
 Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). If you have read [03 · The prompt kernel, tile by
 tile](03_the_prompt_kernel_tile_by_tile.py), you know the code below; if not, this page says what is needed.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/04_why_paged_equals_window.py
 """
 
 # %%

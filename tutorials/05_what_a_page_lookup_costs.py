@@ -4,6 +4,9 @@
 
 Before this: [03 · The prompt kernel, tile by tile](03_the_prompt_kernel_tile_by_tile.py), where items, straddling and checked
 mode are explained.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/05_what_a_page_lookup_costs.py
 """
 
 # %%

@@ -4,6 +4,9 @@
 
 Before this: [03 · The prompt kernel, tile by tile](03_the_prompt_kernel_tile_by_tile.py). You need its `m`, `l`, `o` and the
 fold.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/06_decode_chunks_groups_merge.py
 """
 
 # %%

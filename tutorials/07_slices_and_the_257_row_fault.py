@@ -3,6 +3,9 @@
 # 07 · Slices and the 257-row fault
 
 Before this: [06 · Decode: chunks, groups, merge](06_decode_chunks_groups_merge.py), where partials and slots come from.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/07_slices_and_the_257_row_fault.py
 """
 
 # %%

@@ -5,6 +5,9 @@
 Before this: [04 · Why paged equals window](04_why_paged_equals_window.py) and
 [06 · Decode: chunks, groups, merge](06_decode_chunks_groups_merge.py). The words *tile*, *fold* and *decode pass* come from
 there.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/08_two_paths_round_differently.py
 """
 
 # %%

@@ -4,6 +4,9 @@
 
 Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). The words *page*, *window*, *stream* and *null page*
 come from there.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/09_pool_admission_waiting.py
 """
 
 # %%

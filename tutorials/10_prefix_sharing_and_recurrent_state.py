@@ -4,6 +4,9 @@
 
 Before this: [08 · Two paths round differently](08_two_paths_round_differently.py) and
 [09 · Pool, admission, waiting](09_pool_admission_waiting.py). The words *pool*, *claim* and *round* come from there.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/10_prefix_sharing_and_recurrent_state.py
 """
 
 # %%

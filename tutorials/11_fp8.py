@@ -4,6 +4,9 @@
 
 Before this: [01 · What a KV cache is](01_what_a_kv_cache_is.py) and [02 · Pages and page tables](02_pages_and_page_tables.py).
 The words *row*, *plane* and *bf16* come from there.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/11_fp8.py
 """
 
 # %%

@@ -4,6 +4,9 @@
 
 Before this: [02 · Pages and page tables](02_pages_and_page_tables.py) and [04 · Why paged equals
 window](04_why_paged_equals_window.py).
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/13_flash_nexts_sparse_attention.py
 """
 
 # %%

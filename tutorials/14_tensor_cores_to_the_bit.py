@@ -4,6 +4,9 @@
 
 Before this: [04 · Why paged equals window](04_why_paged_equals_window.py), where the order of a sum decides its last
 bits.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/14_tensor_cores_to_the_bit.py
 """
 
 # %%

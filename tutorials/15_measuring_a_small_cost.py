@@ -4,6 +4,9 @@
 
 Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). The last part runs the kernel of tutorial 03; you need
 not know it.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/15_measuring_a_small_cost.py
 """
 
 # %%

@@ -4,6 +4,9 @@
 
 Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). The code of this tutorial is a package of its own,
 [two_level](two_level/two_level.py), that knows the engine only through what the engine offers.
+
+    make .venv/ready    # once
+    .venv/bin/python tutorials/16_write_your_own_backend.py
 """
 
 # %%
