@@ -104,7 +104,8 @@ class Drawing:
     def window(self) -> None:
         """The positions in order, cut into items, and these into pieces."""
         last = self.walk.positions - 1
-        self.title(97, "Window", f"positions 0 to {last} side by side; attention copies them in items of {ITEM} keys")
+        turns = "light and dark blue in turn; orange: it straddles" if self.walk.straddling else "light and dark blue in turn"
+        self.title(97, "Window", f"positions 0 to {last} side by side; attention copies items of {ITEM} keys, {turns}")
         for piece in self.walk.pieces:
             width = piece.last + 1 - piece.first
             self.box(self.left + piece.first, WINDOW_Y, width, piece.name, self.color(piece))
@@ -112,7 +113,12 @@ class Drawing:
             x, width = self.left + first, min(ITEM, last + 1 - first)
             name = f"item {first // ITEM}" if self.points(width) > 45 else str(first // ITEM)
             self.text(x + width / 2, WINDOW_Y + ROW + 0.6, name, size=11)
-            self.axes.plot([x, x], [WINDOW_Y, WINDOW_Y + ROW + 2.5], color=INK, linewidth=1.8, clip_on=False)
+            self.item_edge(x)
+        self.item_edge(self.left + self.walk.positions)
+
+    def item_edge(self, x: float) -> None:
+        """Where an item begins or the last one ends."""
+        self.axes.plot([x, x], [WINDOW_Y, WINDOW_Y + ROW + 2.5], color=INK, linewidth=1.8, clip_on=False)
 
     def table(self) -> None:
         """The page table, each entry below the positions that it is for."""
