@@ -248,7 +248,9 @@ def slots(page_size):
 
 used = sum(lengths)
 held = [("window", len(lengths) * ALLOWED)] + [(f"pages of {size}", slots(size)) for size in (1, 16, 48, 256, 1024)]
-table(["cache", "slots held", "not used", "not used, share"], [[n, s, s - used, f"{1 - used / s:.1%}"] for n, s in held])
+table(
+    ["cache", "slots held", "not used", "not used, share"], [[n, s, s - used, f"{1 - used / s:.1%}"] for n, s in held]
+)
 assert slots(1) == used
 assert all(slots(size) - used <= len(lengths) * (size - 1) for size in (16, 48, 256, 1024))  # less than a page each
 

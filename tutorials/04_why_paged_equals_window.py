@@ -41,7 +41,7 @@ to let them.
 ## A worked example in numbers
 
 A float32 has 24 bits of precision. Above 2²⁴ = 16,777,216 it can no longer tell odd numbers: 16,777,216 + 1 is half way between
-two neighbours, and rounds back to 16,777,216. Sum the numbers 16777216, 1, 1, 1.
+two neighbours, and rounds back to 16,777,216: ties go to the even one. Sum the numbers 16777216, 1, 1, 1.
 
 * From left to right, every 1 is lost: 16,777,216.
 * In pairs: (16777216 + 1) + (1 + 1) = 16,777,218.
@@ -115,7 +115,7 @@ show("kernels_numba/prompt_attention.py", "stage_item", start="start, slot = lay
 1. `layout.locate` finds the item's first row: one lookup.
 2. Where pages may end inside an item (`layout.straddles`), a row past the page's edge is looked up for itself.
 3. `cp_async16` starts the copy of 16 bytes to the row's place in shared memory, which is the same for every page size. Rows
-   past the end of the text (`present` is false) become zeros.
+   past the end of the text (`present` is false) become zeros. (Ignore `swizzled`: it spreads rows over memory banks.)
 
 From there on a row has its place in the item, and nobody knows which page it came from. The sum of a tile's 64 weights, for
 example, is always this tree:
@@ -142,7 +142,7 @@ assert "layout.locate" in excerpt(KERNEL, "stage_item").text
 
 # %% [markdown]
 """
-Now the proof, in bits. A text of 320 random tokens goes through the window, through pages of several sizes in shuffled order,
+Now see it in bits. A text of 320 random tokens goes through the window, through pages of several sizes in shuffled order,
 and through the form with 256 built in.
 """
 
@@ -307,7 +307,8 @@ assert (bits(results["path by rows"]) == bits(window))[:310].all()
 """
 The cut of a prompt should not matter, and with one path it does not: 200 + 120 rows give the bits of 320. With the rule, the
 last 10 rows are others. And how a server cuts a prompt depends on who else is there. This engine picks its kernels by the
-*phase* of a pass, prompt or decode, never by the number of rows. Tutorial 08 is about a reply that changed for this reason.
+*phase* of a pass, never by its number of rows: *prompt* while a given text is read, *decode* while a reply is written. Tutorial
+08 is about a reply that changed for this reason.
 
 ### 4. Rescaling in another order
 
@@ -371,6 +372,11 @@ for found in results.values():
 
 Where outputs differ from the window's, each difference a dot: across, the 8 heads' 64 dimensions; down, the rows of the text.
 Dots often lie in short lines: one weight of a row was rounded the other way, which shows in several dimensions of its head.
+
+Why do the panels differ so? It depends on what is rounded otherwise. An order of sums changes last bits of a float32, which
+seldom reach bf16. With other tiles other numbers are rounded to bf16 as weights, in each row that sees more than one tile. The
+scalar path does not round its weights to bf16 at all, but only 10 rows take it. Rescaling changes a last bit, and only from the
+second tile on: before that there is nothing to scale.
 """
 
 # %%
@@ -380,9 +386,11 @@ for axes, (name, found) in zip(figure.subplots(1, 4, sharey=True), list(results.
     row, column = np.nonzero(different)
     axes.scatter(column, row, s=9 if len(row) < 100 else 0.5, color="#b3261e", linewidths=0, rasterized=True)
     axes.set(xlim=(0, different.shape[1]), ylim=(TOKENS, 0), xlabel="head · 64 + dim", title=f"{name}: {len(row):,}")
-    axes.axhline(64, color="#888888", linewidth=0.5)
+    axes.set(xticks=range(0, 512, 64), xticklabels=[0, "", 128, "", 256, "", 384, ""], yticks=range(0, TOKENS + 1, 64))
+    axes.axhline(64, color="#888888", linewidth=1)
 figure.axes[0].set_ylabel("row (the line: end of the first tile)")
 picture("04-four-breaks", figure)
+assert not (bits(results["rescaling"]) != bits(window))[:64].any()
 
 # %% [markdown]
 """
