@@ -81,8 +81,9 @@ Now look at what the third token needed of the other two: their keys and values.
 looks *forward*, so nothing that comes later changes an older token's key or value. They can be computed once and
 kept.
 
-Here is a layer that does both. It is given a vector of 3 numbers for each token. Three matrices make the query, the key
-and the value of it. Four tokens are read one by one through a cache, and then the whole text once more without one:
+Here is a layer that does both. It is given a vector of 3 numbers for each token. Three matrices make the query, the
+key and the value of it. Four tokens are read one by one through a cache, and then the whole text once more without
+one:
 """
 
 # %%
@@ -128,9 +129,9 @@ A word that you will meet often is **row**. The vectors of many tokens stand in 
 what belongs to one token is a row of it. To *compute a row* is to send one token through the model. A *row of the
 cache* is one key, or one value, of one token.
 
-What does the cache save? Take a prompt of 1,000 tokens and a reply of 100. Without a cache, token after token, the model
-computes 1,000 rows, then 1,001, then 1,002, and so on. With a cache it computes the prompt once, which gives the
-first token of the reply, and then one row for each of the 99 others.
+What does the cache save? Take a prompt of 1,000 tokens and a reply of 100. Without a cache, token after token, the
+model computes 1,000 rows, then 1,001, then 1,002, and so on. With a cache it computes the prompt once, which gives
+the first token of the reply, and then one row for each of the 99 others.
 """
 
 # %%
@@ -145,12 +146,12 @@ table(["", "rows computed"], [["without a cache", without], ["with a cache", cac
 ## The code
 
 Real layers have several *heads*: each does on its own what you just saw, with vectors of its own. Several **query
-heads** may look into the same keys and values; these belong to one **KV head**. `qwen3.8-27b` has 24 query heads and 4
-KV heads, so 6 query heads share each.
+heads** may look into the same keys and values; these belong to one **KV head**. `qwen3.8-27b` has 24 query heads and
+4 KV heads, so 6 query heads share each.
 
-In the engine an attention layer is a few lines. A matrix product gives the queries, keys and values of the new tokens,
-for all heads (`projected`). `backend.store` puts keys and values into the cache, and `backend.attend` reads the whole cache. A
-*backend* is a form of cache; you will meet three of them in tutorial 02.
+In the engine an attention layer is a few lines. A matrix product gives the queries, keys and values of the new
+tokens, for all heads (`projected`). `backend.store` puts keys and values into the cache, and `backend.attend` reads
+the whole cache. A *backend* is a form of cache; you will meet three of them in tutorial 02.
 """
 
 # %%
@@ -234,7 +235,8 @@ float with 8 bits of precision). So a key of 64 numbers is 32 words, and so is a
 write 64 words. The rest must stay as it was.
 
 How large is the arena? In a window all keys come first, then all values: 100 positions of 64 words. Behind them is
-room for one more token of 64 words, where a reply's newest token waits until it is kept (the *record* of tutorial 06).
+room for one more token of 64 words, where a reply's newest token waits until it is kept (the *record* of tutorial
+06).
 """
 
 # %%

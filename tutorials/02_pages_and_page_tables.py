@@ -33,8 +33,8 @@ has reserved it for nothing. Operating systems met this problem long ago, and th
 """
 ## A worked example in numbers
 
-Take a memory of 24 rows, cut into 6 pages of 4 rows. A row stands for all that one token leaves. Two texts, A and B, arrive together. A has 6 tokens, B has 3.
-Pages are handed out in some order, here 4, 1, 5, 0, 2, 3.
+Take a memory of 24 rows, cut into 6 pages of 4 rows. A row stands for all that one token leaves. Two texts, A and B,
+arrive together. A has 6 tokens, B has 3. Pages are handed out in some order, here 4, 1, 5, 0, 2, 3.
 
 * A needs 2 pages for 6 rows: it gets 4 and 1.
 * B needs 1 page for 3 rows: it gets 5.
@@ -209,12 +209,12 @@ assert off[95:].max() < 0.005
 
 # %% [markdown]
 """
-All 100 rows differ. Row 0 sees one key, and is given that of position 48; the numbers are at most 2.5 here, so to be off
-by 4.6 is to be quite another result. But rows 95 to 99 see *both* pages whole: the same keys and values, in another
-order. Mathematics does not mind the order. The last bits do: tutorial 04 is about them.
+All 100 rows differ. Row 0 sees one key, and is given that of position 48; the numbers are at most 2.5 here, so to be
+off by 4.6 is to be quite another result. But rows 95 to 99 see *both* pages whole: the same keys and values, in
+another order. Mathematics does not mind the order. The last bits do: tutorial 04 is about them.
 
-A stream takes pages only as it grows. Here it reads 40 tokens, then 10 more, then 50. An entry that is not in use names
-the *null page*, number 5 here: a page behind the pool's pages 0 to 4, which no stream ever gets.
+A stream takes pages only as it grows. Here it reads 40 tokens, then 10 more, then 50. An entry that is not in use
+names the *null page*, number 5 here: a page behind the pool's pages 0 to 4, which no stream ever gets.
 """
 
 # %%
@@ -264,8 +264,8 @@ The `PageWalk` stream with the table `[4, 2, 0, 3]`, now 192 positions long, dra
 compute. Attention fetches 32 neighbouring positions at a time. Here let an *item* be 32 such positions: item 0 is
 positions 0 to 31, item 1 is 32 to 63, and so on. (In tutorial 03 the word gets a narrower meaning.)
 
-Neighbouring items are light and dark blue in turn. With pages of 48, item 1 begins in one page and ends in another: it
-*straddles*, and is orange. One lookup does not find all of its rows, so a second one is made.
+Neighbouring items are light and dark blue in turn. With pages of 48, item 1 begins in one page and ends in another:
+it *straddles*, and is orange. One lookup does not find all of its rows, so a second one is made.
 """
 
 # %%
@@ -298,8 +298,8 @@ assert PageWalk(page_size=64).straddling == []  # 32 divides 64
   and nano-vllm does too. That is why this engine has a form with 256 built in.
 * TensorRT-LLM has a paged cache, too; it says *tokens per block*.
 
-Unused entries are a classic source of faults. Here they name the null page. All memory that nobody wrote, the null page
-too, holds *not a number*: a kernel that reads it by mistake cannot hide it.
+Unused entries are a classic source of faults. Here they name the null page. All memory that nobody wrote, the null
+page too, holds *not a number*: a kernel that reads it by mistake cannot hide it.
 """
 
 # %% [markdown]

@@ -6,8 +6,8 @@ Before this: [02 · Pages and page tables](02_pages_and_page_tables.py). You nee
 
 > **Words so far**
 >
-> * *row*: what belongs to one token in an array. A row of the prompt is a token as one query head sees it; a row of the cache is
->   one key, or one value, of one KV head.
+> * *row*: what belongs to one token in an array. A row of the prompt is one of its tokens, for which each query head has a
+>   result; a row of the cache is one key, or one value, of one KV head.
 > * *KV head*: the keys and values that a group of query heads looks into.
 > * *page*, *slot*, *page table*: a piece of memory for so many positions; a place in it; the list of a text's pages.
 > * *stream*, *pass*: a text's place in the cache; one run over some of its new tokens. *window*: a cache without pages.
@@ -137,9 +137,9 @@ of the tile's 64 keys an item has: 0 the lower, 1 the upper.)
 2. `score_item`: the warp's 16 queries times the item's 32 keys. Tensor cores do it, 16 × 8 × 16 numbers an instruction
    (tutorial 14).
 3. `next_item`: nobody needs the item any more, so its place takes the one that comes next. Copies run while the block computes.
-4. `fold_row`: the fold. `s` holds scores before and weights after. Who has which row? A thread's number in its warp is its *lane*,
-   0 to 31. Four lanes, a *quad*, share two of the warp's 16 rows: row g, with g = lane // 4, and row g + 8. So `fold_row` is called
-   once for each: `part=0` is row g, `part=1` is row g + 8.
+4. `fold_row`: the fold. `s` holds scores before and weights after. Who has which row? A thread's number in its warp is its
+   *lane*, 0 to 31. Four lanes, a *quad*, share two of the warp's 16 rows: row g, with g = lane // 4, and row g + 8. So `fold_row`
+   is called once for each: `part=0` is row g, `part=1` is row g + 8.
 5. `scale_output`: `o · alpha`, and `add_values`: the weights times the values, added onto `o`. Tensor cores again.
 
 This is the fold. Compare it with what you did by hand. `@lanewise` marks arithmetic that each lane does alone, with its own
@@ -189,8 +189,9 @@ assert 2 < largest < 4 and error < 2.0**-7
 
 # %% [markdown]
 """
-The difference comes from rounding: the weights are made bf16 before they meet the values, and the result is a bf16 number. Between
-2 and 4 these stand 1/64 apart, so rounding moves a number by half of that at most, 2⁻⁷ = 0.0078. No result is off by more.
+The difference comes from rounding: the weights are made bf16 before they meet the values, and the result is a bf16 number.
+Between 2 and 4 these stand 1/64 apart, so rounding moves a number by half of that at most, 2⁻⁷ = 0.0078. No result is off by
+more.
 
 ### Who sees what
 
@@ -287,8 +288,8 @@ With pages of 64 nothing is wrong: 32 divides 64, no item straddles. With 48, it
 What lies there?
 
 * Behind the page's keys: the page's own values. So the scores of keys 48 to 63 are wrong, though they are numbers.
-* Behind its values: the next page of memory. Page 4 is the pool's last one, in this shuffled order, so that is the null page, which
-  holds NaN.
+* Behind its values: the next page of memory. Page 4 is the pool's last one, in this shuffled order, so that is the null page,
+  which holds NaN.
 """
 
 # %%

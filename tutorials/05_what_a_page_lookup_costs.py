@@ -57,7 +57,9 @@ Now where to ask for the page?
 * **Once an item, and again behind an edge.** With pages of 48, item 1 is positions 32 to 63, and its last 16 rows are in another
   page. Each thread has 2 of its 4 rows there. So it asks 1 + 2 = 3 times: 768 lookups.
 
-192 positions are 6 items of keys and 6 of values. With pages of 48 the items 1 and 4 straddle, of keys and of values. So:
+In this tutorial items are numbered by position, as in tutorial 02: item 1 is positions 32 to 63, and the block fetches it twice,
+its keys and its values. So 192 positions are 6 items of keys and 6 of values. With pages of 48 the items 1 and 4 straddle, of
+keys and of values:
 
     before each piece             12 · 1,024           = 12,288
     once an item, pages of 64     12 · 256             =  3,072
@@ -189,7 +191,7 @@ long_bench = Bench(Heads(heads=8, kv_heads=1, head_dim=256), KEYS + 16, open_dev
 
 
 def count_long(phase, rows, page_size):
-    """Lookups of the first block of a pass's first attention launch, while ``rows`` rows see 512 keys at most."""
+    """Lookups of the first block of a pass's first attention launch; it walks 512 cached keys."""
     committed = KEYS if phase == "decode" else KEYS - rows
     backend = long_bench.build(Case("paged", page_size, phase, rows, committed))
     stream = backend.open()
@@ -274,7 +276,8 @@ assert 4 * p256["lookups"] - (p256["global_bytes"] - window["global_bytes"]) == 
 
 # %% [markdown]
 """
-(The last line: the page size is a number of 8 bytes in the stream table, and now none of the 256 threads need read it.)
+(The last line: the *stream table* is what a kernel is told of each stream, 13 numbers of 8 bytes: how many positions it has,
+where its page table begins, the page size and so on. Now none of the 256 threads need read the page size.)
 
 ### What the table itself takes
 
@@ -298,8 +301,10 @@ Nothing to speak of.
 
 ## A picture
 
-Lookups of the block above, for many page sizes: each point is a count by the real kernel. The line at the bottom is what an item
-needs at least, and sizes that 32 divides lie on it. All others pay for their straddling items, less and less as pages grow.
+Lookups of the block above, for many page sizes: each point is a count by the real kernel. The dashed line is what the block needs
+at least, one lookup an item in each thread: 12 · 256 = 3,072. Sizes that 32 divides lie on it. All others pay for rows behind an
+edge. On the whole less, the larger the page, but not steadily: 16 and 24 cost the same, and 40 costs more than 48. What counts is
+how many rows lie behind the edge of their item's first page, and that depends on where the edges fall.
 """
 
 # %%
@@ -307,16 +312,24 @@ sizes = [8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192]
 counted = [count_prompt("paged", size)[0]["lookups"] for size in sizes]
 figure = Figure(figsize=(7.5, 3.6))
 axes = figure.subplots()
-axes.plot(sizes, counted, color="#9db8d2", zorder=1)
 fits = [size % 32 == 0 for size in sizes]
+axes.vlines(sizes, 3072, counted, color="#9db8d2", zorder=1)
 axes.scatter(sizes, counted, c=["#3b6ea5" if fit else "#c0504d" for fit in fits], zorder=2)
 axes.axhline(3072, color="#888888", linewidth=0.8, linestyle="--")
 axes.axhline(12_288, color="#888888", linewidth=0.8, linestyle=":")
-axes.annotate("a lookup before each piece", (110, 12_288), xytext=(0, -12), textcoords="offset points")
+for count, text in (
+    (12_288, "a lookup before each piece: 12,288"),
+    (3_072, "one lookup an item, in each thread: 3,072"),
+):
+    axes.annotate(text, (192, count), xytext=(0, -12), textcoords="offset points", ha="right")
 axes.set(xlabel="page size", ylabel="lookups", xticks=range(0, 193, 32), ylim=(0, 13_500))
 axes.set_title("192 positions: blue, 32 divides the page size; red, it does not")
 picture("05-lookups", figure)
 assert all((count == 3072) == fit for count, fit in zip(counted, fits))
+behind = [sum(p // size != p // 32 * 32 // size for p in range(POSITIONS)) for size in sizes]
+assert counted == [3_072 + 2 * 32 * rows for rows in behind]  # a row's 32 pieces, of keys and of values
+at = dict(zip(sizes, counted))
+assert at[16] == at[24] and at[40] > at[48] and sorted(counted)[-1] == counted[0]
 assert counted[0] == 12 * 256 * 4  # pages of 8: the second lookup is made for three rows of four
 
 # %% [markdown]

@@ -5,6 +5,15 @@
 Before this: [03 · The prompt kernel, tile by tile](03_the_prompt_kernel_tile_by_tile.py). You need its `m`, `l`, `o` and the
 fold.
 
+> **Words so far**
+>
+> * *block*, *warp*, *lane*: 128 or 256 threads that share fast memory; 32 of them in step; one of the 32.
+> * *tile*: 64 keys, counted from position 0. *fold*: to take a tile into a row's `m`, `l`, `o`.
+> * *row*: here, a new token. Each query head has results of its own for it. *KV head*: the keys and values that several query
+>   heads look into.
+> * *pass*, *phase*: one run over new tokens; *prompt* where they are given text, *decode* where they are the reply's.
+> * *committed*: how many positions of a text are in the cache already.
+
     make .venv/ready    # once
     .venv/bin/python tutorials/06_decode_chunks_groups_merge.py
 """
@@ -13,13 +22,14 @@ fold.
 from contextlib import ExitStack
 from math import exp, inf, isclose, log
 
+import ml_dtypes
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from backends.base import DECODE, PROMPT, Sizes, backend_class
 from kernels_numba.decode_plan import CHUNK, GROUP_CHUNKS, plan_decode
-from kernels_numba.prompt_attention import launch_shape
+from kernels_numba.prompt_attention import heads_per_block, launch_shape
 from kernels_numba.streams import COLUMNS, COMMITTED, ROWS
 from refengine.device import open_device
 from refengine.lab.changes import changed, show_edits
@@ -38,11 +48,14 @@ shared?
 The work must be cut along the *keys*. Then each piece is a sum of its own, and sums must be joined. Joining rounds. So the
 interesting part is to cut in such a way that nobody can tell from the bits.
 
-In numbers, for the 24 query heads of `qwen3.8-27b`: the prompt kernel has 63 · 12 = 756 blocks for 4,000 rows, and 12 for one.
+In numbers, for `qwen3.8-27b`: 24 query heads, 6 to a KV head. A block of the prompt kernel has 8 warps of 16 rows of one head.
+Here it takes 2 of the 6 heads and so 4 groups of 16 = 64 rows. That makes 24 / 2 = 12 blocks for 64 rows, and 4000 / 64 → 63
+times as many for 4,000: 63 · 12 = 756 blocks. For one row it is 12.
 """
 
 # %%
-assert launch_shape(rows=4000, heads=24, kv_heads=4, D=256)[0] == (63, 12)
+assert heads_per_block(24 // 4) == 2
+assert launch_shape(rows=4000, heads=24, kv_heads=4, D=256)[0] == (-(-4000 // 64), 24 // 2) == (63, 12)
 assert launch_shape(rows=1, heads=24, kv_heads=4, D=256)[0] == (1, 12)
 
 # %% [markdown]
@@ -99,10 +112,14 @@ Three kernels do it, one after the other:
 
 * `decode_rows`: the whole chunks of keys that are in the cache. A block takes one chunk, or a whole group.
 * `decode_partial`: the last chunk, which is not full, and the keys of the new rows themselves. They are not in the cache yet, but
-  in the *window record*: a new row might be a guess that is thrown away (*drafting*).
+  in the *record* of the pass's new rows. A new row may be a *draft*: a guess at what the reply's next tokens are, made by
+  something cheap. Several guesses are checked in one pass, and wrong ones are thrown away. (The code calls a text's new rows its
+  *window*. This has nothing to do with the form of cache of that name.)
 * `decode_merge`: all partials of a row into its result.
 
 The plan says how many partials there are. `committed` is the number of positions in the cache, `rows` the number of new rows.
+Three words of this code: a *program* is a block. An *item* is a piece of work for a block, nothing that is fetched. And `group`,
+the argument of `items_of`, is how many query heads share a KV head; all other groups are groups of chunks.
 """
 
 # %%
@@ -110,8 +127,13 @@ show("kernels_numba/decode_plan.py", "folded_groups", "slots_of", "items_of")
 
 # %% [markdown]
 """
-A *slot* is the place of a partial. Where whole groups times new rows make 64 or more, there are blocks enough without cutting
-further: a block folds a whole group and leaves one partial in place of four. Else each chunk has a block.
+A *slot* is the place of a partial, counted for each row from 0. Where whole groups times new rows make 64 or more, there are
+blocks enough without cutting further: a block folds a whole group and leaves one partial in place of four. Else each chunk has a
+block.
+
+An item is three numbers, (stream, pair, code). A *pair* is a new row and a query head; a block takes 16 of them, from this one
+on. The code says which keys: j from 0 on is the whole group j; a negative one, -1 - c, is chunk c of those behind the whole
+groups.
 """
 
 
@@ -136,7 +158,7 @@ assert 131_072 // 2048 == 64 and 64 * 1 >= 64  # one row of a text this long is 
 # %% [markdown]
 """
 How many blocks is that? `qwen3.8-27b` has 4 KV heads, and each has blocks of its own. A block's tensor-core instruction has 16
-rows, so it takes 16 *pairs* of a new row and a query head, all of which share the block's keys. One row with 6 query heads to a
+rows, and takes one pair in each, all of which share the block's keys. One row with 6 query heads to a
 KV head fills 6 of the 16:
 """
 
@@ -228,11 +250,11 @@ print("together, alone, through pages or a window: the same bits")
 
 # %% [markdown]
 """
-The second half of that is worth a thought. Row 3 of the window found the keys of rows 0 to 2 in the window record, row 3 alone
+The second half of that is worth a thought. Row 3 of the four found the keys of rows 0 to 2 in the record of new rows, row 3 alone
 found them in the cache, with one tile of `decode_partial` cut elsewhere. A key counts the same wherever it lies, since its
 *position* decides its place in the tree. So a reply with drafts is the reply without.
 
-### Another tree does show
+### Another tree shows in float32
 
 Here are the six partials of the first pass above, as the kernels left them. We fold them in NumPy, first as a tree, then in a row
 without groups:
@@ -265,13 +287,15 @@ assert all(result.dtype == np.float32 for result in results.values())
 differing = int((results["tree"] != results["no groups"]).sum())
 print(differing, "of", results["tree"].size, "float32 numbers differ")
 assert differing > 0
-near = np.abs(results["tree"] - by_chunks[0].astype(np.float32)).max()
-assert near < 2.0**-8  # the kernel's result is this, rounded to bf16
+for result in results.values():
+    rounded = result.astype(ml_dtypes.bfloat16)
+    assert rounded.tobytes() == by_chunks[0].tobytes()  # both become the kernel's own bits
 
 # %% [markdown]
 """
-These are differences in the last bits of 24, and bf16 keeps 8. So nearly all of them vanish when the result is rounded. Now and
-then a number lies just on an edge and does not, and a model has many layers, heads and steps.
+These are differences in the last bits of 24, and bf16 keeps 8. Here bf16 hides them altogether: rounded, both are what the kernel
+gave, in every bit. It mostly does: for 65,536 float32 numbers there is one edge between two bf16 numbers, beside which a last bit
+decides. But a model has many layers, heads and steps.
 
 Chunks of another size show at once. The running maximum of a chunk is another then, so the weights are rounded to bf16 from other
 numbers:
@@ -327,8 +351,8 @@ this example's bf16.) Tutorial 08 is about an engine where paging decided.
 
 ## A picture
 
-10,000 positions, with one new row and with 16. Blue: made by `decode_rows`. Orange: `decode_partial`. Grey: `decode_merge`. What
-a block folds on its own way to a group is pale. The boxes are the same in both: the tree is one.
+10,000 positions, with one new row and with 16. The colour says which kernel makes a part of the tree. Pale chunks are folded by a
+block on its way to a group, and never leave it. The boxes are the same in both: the tree is one.
 """
 
 # %%
@@ -362,6 +386,15 @@ upper, lower = figure.subplots(2, 1, sharex=True)
 assert tree(upper, 10_000, 1) == 20
 assert tree(lower, 10_000, 16) == 8
 lower.set_xlabel("position")
+names = {
+    "rows": "decode_rows",
+    "partial": "decode_partial",
+    "merge": "decode_merge",
+    "inside": "inside a block of decode_rows",
+}
+figure.legend(
+    handles=[Patch(color=COLORS[n], label=text) for n, text in names.items()], loc="outside lower center", ncols=4
+)
 picture("06-tree", figure)
 
 # %% [markdown]
