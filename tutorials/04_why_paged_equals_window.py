@@ -126,7 +126,8 @@ show("kernels_numba/prompt_attention.py", "quad_sum", "row_sum", "fold_row")
 
 # %% [markdown]
 """
-Four threads (a *quad*) share a row. Each has two neighbouring columns of every 8, `sums` has these two added up. `quad_sum`
+Four threads (a *quad*) share a row. Thread q, 0 to 3, has columns 2q and 2q + 1 of every block of 8; `sums[n]` has its two of
+block n added up. `quad_sum`
 adds the four threads' parts as (0 + 2) + (1 + 3), and `row_sum` adds the eight blocks as a tree. `fold_row` scales the old
 total by `alpha`, because the largest score may have grown, and adds the tile's sum with one rounding (`fma`).
 

@@ -35,7 +35,9 @@ def check(number: str, folder: Path, solution: bool) -> int:
     path = tutorial.exercise("solution") if solution else answers_of(tutorial, folder)
     if not path.exists():
         place = "" if folder == ANSWERS else f" {folder}"
-        raise UserError(f"{path}: not there; begin with: refengine tutorial start {tutorial.number}{place}")
+        raise UserError(
+            f"{path}: not in {path.parent.absolute()}; begin with: refengine tutorial start {tutorial.number}{place}"
+        )
     outcomes = check_answers(path, tutorial.tests)
     for outcome in outcomes:
         print("\n".join(lines(outcome)))

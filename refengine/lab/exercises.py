@@ -7,6 +7,7 @@ test's title. Tests use ``expect``, ``expect_close`` and ``expect_bits``, whose 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,8 +21,12 @@ import numpy as np
 from refengine.errors import UserError
 
 OK, TO_DO, WRONG = "ok", "to do", "wrong"
-LONGEST = 160
+LONGEST = 240
 """Characters of a message."""
+SIDE = 60
+"""Characters of a value in it."""
+CALL = re.compile(r"\w+\(.*\)")
+"""What a place in square brackets can follow."""
 _numbers = itertools.count()
 
 
@@ -75,6 +80,8 @@ def outcome(check: Callable[[ModuleType], None], answers: ModuleType, path: Path
     except AssertionError as problem:
         return Outcome(name, title, WRONG, one_line(str(problem)))
     except Exception as problem:
+        if isinstance(problem, AttributeError) and problem.obj is answers:
+            return Outcome(name, title, WRONG, f"{path} has no function {problem.name}")
         return Outcome(name, title, WRONG, one_line(f"{where(problem, path)}{type(problem).__name__}: {problem}"))
 
 
@@ -84,9 +91,9 @@ def where(problem: Exception, path: Path) -> str:
     return f"line {lines[-1]}: " if lines else ""
 
 
-def one_line(text: str) -> str:
+def one_line(text: str, longest: int = LONGEST) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+    return line if len(line) <= longest else f"{line[: longest - 3]}..."
 
 
 # --- What tests say -----------------------------------------------------------------------------------------------------
@@ -96,9 +103,8 @@ def expect(what: str, found: Any, wanted: Any) -> None:
     """The very value. what: the call, as one would type it."""
     if isinstance(wanted, np.ndarray):
         return expect_array(what, found, wanted, np.equal)
-    assert type_name(found) == type_name(wanted) and found == wanted, (
-        f"{what} gives {shown(found)}, not {shown(wanted)}"
-    )
+    same = type_name(found) == type_name(wanted) and found == wanted
+    assert same, f"{what} gives {short(found)}, not {short(wanted)}{parting(found, wanted)}"
 
 
 def expect_close(what: str, found: Any, wanted: np.ndarray, within: float) -> None:
@@ -123,7 +129,25 @@ def expect_array(
     if len(wrong := np.argwhere(~np.asarray(same(found, wanted)))):
         at = tuple(int(i) for i in wrong[0])
         place = f"[{', '.join(map(str, at))}]" if at else ""
-        raise AssertionError(f"{what}{place} is {shown(found[at], bits)}, not {shown(wanted[at], bits)}")
+        between = ": " if place and not CALL.fullmatch(what) else ""
+        raise AssertionError(f"{what}{between}{place} is {shown(found[at], bits)}, not {shown(wanted[at], bits)}")
+
+
+def short(value: Any) -> str:
+    return one_line(shown(value), SIDE)
+
+
+def parting(found: Any, wanted: Any) -> str:
+    """Where two sequences part, if one is too long to be shown whole."""
+    if type(found) is not type(wanted) or not isinstance(found, (list, tuple, str)):
+        return ""
+    if max(len(shown(found)), len(shown(wanted))) <= SIDE:
+        return ""
+    at = next((i for i, (a, b) in enumerate(zip(found, wanted)) if a != b), min(len(found), len(wanted)))
+    if isinstance(found, str):
+        return f": after {at} characters {short(found[at:] or 'the end')}, not {short(wanted[at:] or 'the end')}"
+    here, there = (short(side[at]) if at < len(side) else "the end" for side in (found, wanted))
+    return f": the first that differs is [{at}], {here}, not {there}"
 
 
 def type_name(value: Any) -> str:

@@ -104,7 +104,11 @@ class Drawing:
     def window(self) -> None:
         """The positions in order, cut into items, and these into pieces."""
         last = self.walk.positions - 1
-        turns = "light and dark blue in turn; orange: it straddles" if self.walk.straddling else "light and dark blue in turn"
+        turns = (
+            "light and dark blue in turn; orange: it straddles"
+            if self.walk.straddling
+            else "light and dark blue in turn"
+        )
         self.title(97, "Window", f"positions 0 to {last} side by side; attention copies items of {ITEM} keys, {turns}")
         for piece in self.walk.pieces:
             width = piece.last + 1 - piece.first

@@ -6,12 +6,8 @@ import numpy as np
 def row_sum(p: np.ndarray) -> np.float32:
     """The sum of a tile's 64 weights in the order of the prompt kernel, each addition in float32.
 
-    p: float32 [64]. In block n of 8 columns, n = 0 .. 7:
-
-        c_q = p[8n + 2q] + p[8n + 2q + 1]      q = 0 .. 3
-        w_n = (c_0 + c_2) + (c_1 + c_3)
-
-    Then ((w_0 + w_4) + (w_2 + w_6)) + ((w_1 + w_5) + (w_3 + w_7)).
+    p: float32 [64], by column. The order: "The code" of the tutorial, ``quad_sum`` and ``row_sum``; you have all columns of the
+    row here, where a thread has two of every 8.
     """
     raise NotImplementedError
 

@@ -17,10 +17,8 @@ def straddling(positions: int, page_size: int) -> list[int]:
 def block_lookups(positions: int, page_size: int) -> int:
     """Page lookups by the 256 threads of the block of the prompt kernel that sees a whole text; rows of 256 numbers.
 
-    The block fetches whole tiles of 64 positions, up to the tile of the last one: two items of keys and two of values for each,
-    also where an item has no position of the text. Thread t copies a piece of the rows t // 32, t // 32 + 8, + 16 and + 24 of
-    an item. It looks up once an item, for the page of the item's first position (of the text's last one, where the first lies
-    past it), and once more for each of its four rows that is in the text and behind the end of that page.
+    positions: of the text, at least 1; it need not fill an item, nor a tile. The block fetches whole tiles all the same. What
+    each thread looks up for an item: "The code" of the tutorial, ``stage_item``. Mind its ``keys``.
     """
     raise NotImplementedError
 

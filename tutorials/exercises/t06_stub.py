@@ -12,9 +12,8 @@ Part = tuple[float, float, np.ndarray]
 def slots(committed: int, rows: int) -> tuple[int, int]:
     """(groups that a block folds whole, partials of a row in all).
 
-    A chunk has 512 keys, a group 2,048, both counted from position 0. Of ``committed`` keys the whole groups are folded in blocks
-    where their number times ``rows`` is 64 or more, else none is. A folded group is one partial. So is each chunk behind them up
-    to the last of committed + rows positions, even if it is not full. No rows: no partials.
+    committed: positions in the cache. rows: new rows, which are positions behind these; no rows: (0, 0). The rule:
+    "The code" of the tutorial.
     """
     raise NotImplementedError
 

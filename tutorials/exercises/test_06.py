@@ -51,18 +51,43 @@ def test_fold_of_empty_parts(answers):
         expect(what, [float(m), float(total), *o.tolist()], [*wanted[:2], *wanted[2].tolist()])
 
 
-def joined(part, other):
-    """A fold of names that shows its order."""
-    return other if part == "" else f"({part} {other})"
+def written(tree):
+    """The calls of fold that made a tree, as one would type them; a tree is a name or (part, other)."""
+    return f"{tree}" if not isinstance(tree, tuple) else f"fold({written(tree[0])}, {written(tree[1])})"
+
+
+def plain(tree):
+    """A tree without folds into nothing."""
+    if not isinstance(tree, tuple):
+        return tree
+    part, other = map(plain, tree)
+    return other if part == "empty" else (part, other)
+
+
+def engine_tree(count):
+    """The tree of so many chunks, made the long way: four to a group."""
+    row = "empty"
+    for first in range(0, count, 4):
+        group = "empty"
+        for number in range(first, min(first + 4, count)):
+            group = (group, f"c{number}")
+        row = (row, group)
+    return row
 
 
 def test_merge_has_the_order_of_the_tree(answers):
     """3. merge: the order in which it folds"""
-    for count, wanted in ((1, "0"), (4, "(((0 1) 2) 3)"), (6, "((((0 1) 2) 3) (4 5))")):
-        chunks = [str(n) for n in range(count)]
-        expect(f"the order of {count} chunks", answers.merge(chunks, joined, ""), wanted)
-    nine = answers.merge([str(n) for n in range(9)], joined, "")
-    expect("the order of 9 chunks", nine, "(((((0 1) 2) 3) (((4 5) 6) 7)) 8)")
+    for count, order in (
+        (1, "c0"),
+        (4, ((("c0", "c1"), "c2"), "c3")),
+        (6, (((("c0", "c1"), "c2"), "c3"), ("c4", "c5"))),
+        (9, None),
+    ):
+        wanted = engine_tree(count)
+        assert order in (plain(wanted), None)
+        found = answers.merge([f"c{n}" for n in range(count)], lambda part, other: (part, other), "empty")
+        what = f"merge of {count} chunk{'s' * (count > 1)}"
+        expect(what, written(found), written(wanted if plain(found) != plain(wanted) else found))
 
 
 def test_merge_is_attention(answers):
