@@ -18,9 +18,9 @@ from refengine.contract.controls import mutants, mutated
 from refengine.contract.registry import entry_named
 from refengine.lab import kernel_case
 from refengine.lab.kernel_case import Wish, kernel_names, run_in
-from refengine.lab.trace_data import Traced
+from refengine.lab.trace_data import Traced, case_words, second_lookups, turns_and_item
 from refengine.lab.trace_page import html, still_svg
-from refengine.lab.trace_picture import MemoryPicture
+from refengine.lab.trace_picture import MemoryPicture, askers
 from refengine.verify.attention_bits import Heads
 
 ROOT = Path(__file__).parents[1]
@@ -208,6 +208,49 @@ def test_a_straddling_item_is_looked_up_twice_from_two_lines(paged):
     assert first.startswith("stage_item:") and second.startswith("stage_item:") and first != second
 
 
+def test_a_step_names_the_item_that_it_fetches(paged):
+    """Where it is not the loop's own: the items of tile 0 make room for those of items 2 to 5."""
+    places = [turns_and_item(step) for step in paged.trace.steps]
+    assert places.count("item 1") > 0 and not any("item 1, fetches item 1" in place for place in places)
+    named = [place.split("fetches ")[1] for place in places if place.startswith("tile 0") and "fetches" in place]
+    assert named == ["item 2", "item 3", "item 4", "item 5"]
+
+
+def test_the_command_names_the_steps_of_second_lookups(paged):
+    picture = MemoryPicture(paged.trace, paged.found)
+    wanted = [n for n, step in enumerate(paged.trace.steps, 1) if len(picture.lit(step).lookups) == 2]
+    assert second_lookups(paged) == wanted and len(wanted) == paged.totals["straddles"]
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([256], "256 threads"), ([1], "1 thread"), ([256, 256], "256 threads, 2 rows each"),
+        ([128, 64], "192 times by up to 128 threads"),
+    ],
+)  # fmt: skip
+def test_who_looked_an_entry_up(events, said):
+    assert askers(events) == said
+
+
+def test_a_case_is_told_in_words(paged):
+    assert case_words(paged.found.case) == [
+        "6 query heads and 1 KV head of 256 numbers", "pages of 48", "17 new rows after 300 positions in the cache",
+    ]  # fmt: skip
+    assert case_words("x") == ["case x"]
+
+
+def test_a_still_needs_no_css_variables(paged):
+    picture = still_svg(paged, None)
+    assert "var(" not in picture and "--" not in picture
+    for scheme in (picture.split("@media")[0], picture.split("@media")[1].split("</style>")[0]):
+        assert {look for look in ("read", "write", "used") if re.search(rf"rect\.{look} {{ fill: #", scheme)} == {
+            "read",
+            "write",
+            "used",
+        }
+
+
 def test_its_rows_are_lit_in_both_pages(paged):
     picture = MemoryPicture(paged.trace, paged.found)
     lit = [one for one in map(picture.lit, paged.trace.steps) if len(one.lookups) == 2][0]
@@ -295,9 +338,9 @@ def refengine(*arguments) -> int:
 def test_the_command_writes_a_page_a_still_and_a_report(tmp_path, capsys):
     files = [tmp_path / name for name in ("page.html", "still.svg", "report.json")]
     assert refengine("trace", "--out", files[0], "--svg", files[1], "--json", files[2]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("TRACED prompt_attention: 85 steps, 414,720 global bytes")
-    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("TRACED prompt_attention: 85 steps, 414,720 global bytes")
+    assert last.endswith("; second lookups at steps 12, 19, 38, 44, 55, 61")
     assert all(file.stat().st_size > 1000 for file in files)
     report = json.loads(files[2].read_text())
     assert report["totals"]["straddles"] == 6 and "lookup 2: entry 1" in files[1].read_text()

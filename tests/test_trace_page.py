@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,18 +32,18 @@ LEAST_CONTRAST = 4.5
 
 @pytest.fixture(scope="module")
 def page():
-    """(what a browser saw, how many steps there are, the first step that looks two pages up)."""
+    """(the page, how many steps there are, those that look a second page up)."""
     name = "prompt_attention"
     found, trace = run_in(Wish(name), lambda: traced(name), lambda one: one.mode is not None)
     result = Traced(trace, found)
     picture = MemoryPicture(trace, found)
-    twice = next(n for n, step in enumerate(trace.steps, 1) if len(picture.lit(step).lookups) > 1)
+    twice = [n for n, step in enumerate(trace.steps, 1) if len(picture.lit(step).lookups) > 1]
     return html(result), len(trace.steps), twice
 
 
 @pytest.fixture(scope="module")
 def seen(page, tmp_path_factory):
-    text, _, twice = page
+    text, _, (twice, *_) = page
     folder = tmp_path_factory.mktemp("page")
     (folder / "page.html").write_text(text, encoding="utf-8")
     command = ["node", str(FOLDER / "drive.mjs"), str(folder / "page.html"), str(twice)]
@@ -64,24 +65,39 @@ def test_nothing_is_fetched_but_the_page(seen):
 
 
 def test_keys_step(seen, page):
-    last = page[1]
-    assert seen["count"] == last and seen["steps"]["opened"] == 1
+    last, (one, two, *_) = page[1:]
+    assert seen["count"] == last
     assert seen["steps"]["keys"] == [
-        ["ArrowRight", 2], ["j", 3], ["ArrowLeft", 2], ["k", 1], ["k", 1], ["End", last], ["j", last], ["Home", 1],
+        ["Home", 1], ["ArrowRight", 2], ["j", 3], ["ArrowLeft", 2], ["k", 1], ["k", 1], ["End", last], ["j", last], ["n", one],
+        ["Home", 1], ["n", one], ["n", two], ["Home", 1],
     ]  # fmt: skip
 
 
+def test_it_opens_where_a_second_page_is_looked_up_and_marks_all_such_steps(seen, page):
+    assert seen["steps"]["opened"] == page[2][0] > 1
+    assert seen["marked"] == page[2] and len(page[2]) > 2
+
+
+def test_no_line_of_the_source_is_cut_off(seen):
+    assert len(seen["cut"]) > 200 and max(seen["cut"]) <= 0
+
+
 def test_buttons_the_timeline_and_the_slider_step(seen, page):
-    last = page[1]
-    assert seen["steps"]["buttons"] == [["next", 2], ["next", 3], ["back", 2], ["last", last], ["first", 1]]
+    last, (one, two, *_) = page[1:]
+    assert seen["steps"]["buttons"] == [
+        ["next", 2], ["next", 3], ["back", 2], ["last", last], ["second", one], ["first", 1], ["second", one], ["second", two],
+        ["first", 1],
+    ]  # fmt: skip
     assert seen["disabled"] == [True, True, False, False]
     assert seen["steps"]["timeline"] > 1 and seen["steps"]["slider"] == 7
 
 
 def test_the_straddling_item_shows_its_second_lookup(seen, page):
     twice = seen["twice"]
-    assert twice["status"].startswith(f"step {page[2]} of")
-    assert "lookup 1: entry 0" in twice["lookups"] and "lookup 2: entry 1" in twice["lookups"]
+    assert twice["status"].startswith(f"step {page[2][0]} of")
+    first, second = twice["lookups"].split("; ")
+    assert re.match(r"lookup 1: entry 0 → page \d+, 256 threads, stage_item:", first)
+    assert re.match(r"lookup 2: entry 1 → page \d+, 256 threads, 2 rows each, stage_item:", second)
     looks = [look for look, width in twice["lit"] if width > 2]
     assert {"read first", "read second", "lookup first", "lookup second", "frame first", "frame second"} <= set(looks)
 

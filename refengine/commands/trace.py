@@ -14,11 +14,13 @@ from kernels_numba.machine.trace import traced
 from refengine.commands.report import check_report, show, write_report, write_whole
 from refengine.errors import UserError
 from refengine.lab.kernel_case import Launchable, Wish, checked_launch, kernel_named, run_in
-from refengine.lab.trace_data import COUNTERS, Function, Traced
+from refengine.lab.trace_data import COUNTERS, Function, Traced, second_lookups
 from refengine.lab.trace_page import html, still_svg
 
 SHOWN = 12
 """Lines of the table on the terminal: those that move most bytes."""
+NAMED_STEPS = 8
+"""Steps that the last line names."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,14 @@ def verdict(result: Traced, out: Path) -> str:
     totals, steps = result.totals, len(result.trace.steps)
     named = ("global_bytes", "lookups", "straddles", "conflicts")
     numbers = ", ".join(f"{totals[name]:,} {name.replace('_', ' ')}" for name in named)
-    return f"TRACED {result.trace.program.name}: {steps} steps, {numbers}; no fault found; open {out}"
+    return f"TRACED {result.trace.program.name}: {steps} steps, {numbers}; no fault found; open {out}{second(result)}"
+
+
+def second(result: Traced) -> str:
+    """Which steps look a second page up; nothing where none does."""
+    found = second_lookups(result)
+    named = ", ".join(map(str, found[:NAMED_STEPS])) + ", ..." * (len(found) > NAMED_STEPS)
+    return f"; second lookups at step{'s' * (len(found) > 1)} {named}" if found else ""
 
 
 def report(result: Traced) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from kernels_numba.machine.place import Spot, Turns
 from kernels_numba.machine.trace import Op, Step, Trace
+from refengine.contract.attention import AttentionCase
 from refengine.lab.kernel_case import Launchable
-from refengine.lab.trace_picture import MemoryPicture
+from refengine.lab.trace_picture import MemoryPicture, fetched
 
 MOST_STEPS = 3000
 """Steps that a page keeps; the counters have all."""
@@ -114,10 +115,11 @@ def page_data(traced: Traced, picture: MemoryPicture, title: str) -> dict[str, A
          "counts": {line: [c[name] for name in COUNTERS] for line, c in f.counts.items()}}
         for f in traced.functions.values()
     ]  # fmt: skip
+    second = [n for n, one in enumerate(shown) if one["second"]]
     return {
-        "title": title, "facts": facts(traced), "counters": list(COUNTERS), "functions": functions, "steps": shown,
-        "paths": [list(map(list, path)) for path in paths], "left_out": max(0, len(steps) - MOST_STEPS),
-        "totals": traced.totals,
+        "title": title, "facts": facts(traced), "open": second[0] if second else 0, "counters": list(COUNTERS),
+        "functions": functions, "steps": shown, "paths": [list(map(list, path)) for path in paths],
+        "left_out": max(0, len(steps) - MOST_STEPS), "totals": traced.totals,
     }  # fmt: skip
 
 
@@ -127,7 +129,41 @@ def facts(traced: Traced) -> list[str]:
     assert mode is not None and mode.grid is not None
     grid = " × ".join(map(str, mode.grid))
     block = ", ".join(map(str, mode.block))
-    return [f"case {traced.found.case}", f"block ({block}) of a grid of {grid}", f"{mode.threads} threads"]
+    return [*case_words(traced.found.case), f"block ({block}) of a grid of {grid}", f"{mode.threads} threads"]
+
+
+def case_words(case: Any) -> list[str]:
+    """A case in words; one that is not of attention as it names itself."""
+    if not isinstance(case, AttentionCase):
+        return [f"case {case}"]
+    heads = case.geometry
+    forms = {
+        "window": "a window",
+        "paged": f"pages of {case.ptok}",
+        "paged_p256": "pages of 256, known to the compiler",
+    }
+    rows = [f"{counted_word(rows, 'new row')} after {committed} positions" for rows, committed in case.streams]
+    return [
+        f"{counted_word(heads.heads, 'query head')} and {counted_word(heads.kv_heads, 'KV head')} of {heads.head_dim} numbers",
+        f"{forms.get(case.layout, f'layout {case.layout}')}{' of 8-bit numbers' * (case.kv == 'fp8')}",
+        f"{rows[0]} in the cache" if len(rows) == 1 else f"{len(rows)} texts: {', '.join(rows)}",
+    ]
+
+
+def counted_word(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def second_lookups(traced: Traced) -> list[int]:
+    """The steps that look a second page up, from 1 on."""
+    picture = MemoryPicture(traced.trace, traced.found)
+    return [n for n, step in enumerate(traced.trace.steps, 1) if picture.lit(step).second]
+
+
+def turns_and_item(step: Step) -> str:
+    """Where a step stands in the kernel's loops, and the item that it fetches."""
+    item = fetched(step)
+    return ", ".join(filter(None, (shown_turns(step.turns), f"fetches {item}" if item else "")))
 
 
 def step_data(traced: Traced, picture: MemoryPicture, step: Step, paths: dict[tuple, int]) -> dict[str, Any]:
@@ -135,11 +171,13 @@ def step_data(traced: Traced, picture: MemoryPicture, step: Step, paths: dict[tu
     return {
         "at": traced.number(step.spot),
         "turns": shown_turns(step.turns),
+        "place": turns_and_item(step),
         "look": look_of(step),
         "ops": [op_data(traced, op, paths) for op in step.ops.values()],
         "lit": [rect.data() for rect in lit.rects],
         "labels": [label.data() for label in lit.labels],
         "lookups": lit.lookups,
+        "second": lit.second,
     }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from refengine.errors import UserError
 from refengine.lab.svg import WIDTH
-from refengine.lab.trace_data import Traced, page_data, shown_turns
-from refengine.lab.trace_picture import MemoryPicture, still
+from refengine.lab.trace_data import Traced, page_data, turns_and_item
+from refengine.lab.trace_picture import MemoryPicture, plain_colours, still
 
 
 def template(name: str) -> str:
@@ -59,8 +59,8 @@ def still_svg(traced: Traced, number: int | None) -> str:
     picture = MemoryPicture(traced.trace, traced.found)
     for count, step in enumerate(steps, 1):
         lit = picture.lit(step)
-        if count == number or (number is None and len({entry for entry, *_ in lit.lookups}) > 1):
+        if count == number or (number is None and lit.second):
             break
     told = [f"lookup {n}: entry {entry} → page {page}" for n, (entry, page, *_) in enumerate(lit.lookups, 1)]
-    parts = [traced.trace.program.name, shown_turns(step.turns), *told]
-    return still(picture, lit, template("picture.css"), ", ".join(filter(None, parts)))
+    parts = [traced.trace.program.name, turns_and_item(step), *told]
+    return still(picture, lit, plain_colours(template("picture.css")), ", ".join(filter(None, parts)))

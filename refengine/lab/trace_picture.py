@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,11 @@ LEAST = 1.5
 """Width of what is lit, so that one element shows."""
 MOST_LIT = 160
 """Rectangles that a strip lights in one step; beyond, neighbours are joined."""
-Lookup = tuple[int, int, int, str]
-"""Entry of a page table, the page that it names, how many threads looked it up, and the line that asked."""
+PALETTE, RULE = re.compile(r"^ *svg \{([^}]*)\}\n", re.MULTILINE), re.compile(r"([^{}]+)\{([^}]*)\}")
+VARIABLE, USE = re.compile(r"(--\w+): ([^;]+);"), re.compile(r"var\((--\w+)\)")
+"""In a style: where variables are set, a rule, one that is set, one that is used."""
+Lookup = tuple[int, int, str, str]
+"""Entry of a page table, the page that it names, who looked it up, and the line that asked."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Lit:
     rects: list[Rect]
     labels: list[Label]
     lookups: list[Lookup]
+
+    @property
+    def second(self) -> bool:
+        """Whether the step looks a second page up."""
+        return len({entry for entry, *_ in self.lookups}) > 1
 
 
 @dataclass(frozen=True)
@@ -92,10 +101,8 @@ class Strip:
 
     def fill(self, op: Op, entries: Sequence[int]) -> None:
         """A copy has begun: the regions that it writes hold its item. entries: that its step looked up."""
-        named = [turn for spot, turns in zip(op.path, op.turns) for turn in turns if turn[0] in spot.program.params]
-        text = " ".join(next(reversed([t for t in named if t[0] == "item"]), ("copied",)))
         for name in self.within(op.target):
-            self.contents[name] = Held(text, op.group, op.array, op.source, entries)
+            self.contents[name] = Held(item_of(op) or "copied", op.group, op.array, op.source, entries)
 
     def states(self, landed: int) -> Iterator[Label]:
         """What each region holds; copies of groups from ``landed`` on are on their way."""
@@ -105,6 +112,31 @@ class Strip:
                 state = "landed" if held.group < landed else "on its way"
                 middle = (self.x(region.first) + self.x(region.last)) / 2
                 yield Label(tidy(middle), self.top + 12, f"{held.text}, {state}", "label middle over")
+
+
+def item_of(op: Op) -> str:
+    """``item 3``: what a copy fetches, as the innermost function that was given an item has it; empty where none was."""
+    items = [
+        value
+        for spot, turns in zip(op.path, op.turns)
+        for name, value in turns
+        if name == "item" and name in spot.program.params
+    ]
+    return f"item {items[-1]}" if items else ""
+
+
+def fetched(step: Step) -> str:
+    """The item that a step's copies fetch; empty where its turn says so already."""
+    found = next((item_of(op) for op in step.ops.values() if op.into and item_of(op)), "")
+    return "" if tuple(found.split()) in step.turns else found
+
+
+def askers(events: Sequence[int]) -> str:
+    """Who looked an entry up. events: how many threads did, each time that any did."""
+    threads = f"{max(events)} thread{'s' * (max(events) > 1)}"
+    if len(events) == 1:
+        return threads
+    return f"{threads}, {len(events)} rows each" if len(set(events)) == 1 else f"{sum(events)} times by up to {threads}"
 
 
 def joined(found: Spans, most: int) -> Spans:
@@ -175,11 +207,11 @@ class MemoryPicture:
     def lookups(self, step: Step) -> Iterator[Lookup]:
         for op in step.ops.values():
             if self.cache is not None and op.array == "pages" and op.kind == "global load":
-                entries = self.cache.entries(op.source)
                 asks = op.path[-2:][0]
-                for entry in entries:
-                    lanes = op.lanes // len(entries)
-                    yield entry, self.cache.table[entry], lanes, f"{asks.program.name}:{asks.line}"
+                for entry in self.cache.entries(op.source):
+                    events = [int((asked == self.cache.first_entry + entry).sum()) for asked in op.sources]
+                    who = askers([count for count in events if count])
+                    yield entry, self.cache.table[entry], who, f"{asks.program.name}:{asks.line}"
 
     def lit_by(self, op: Op, entries: list[int]) -> Iterator[Rect]:
         """What an op reads and writes. entries: of the page table that its step looked up."""
@@ -229,6 +261,21 @@ def compile_time(trace: Trace) -> dict[str, Any]:
     """The compile-time arguments that the traced program was made with."""
     kernel = getattr(prompt, trace.program.name)
     return next(b.bound for b in kernel.bound.values() if b.program is trace.program)
+
+
+def plain_colours(style: str) -> str:
+    """A style whose colours are written out, for programs that know no CSS variables: the light ones, then a dark scheme's."""
+    light, dark = (dict(VARIABLE.findall(found[1])) for found in PALETTE.finditer(style))
+    rules = PALETTE.sub("", style).replace("@media (prefers-color-scheme: dark) {\n}\n", "").strip()
+    dark_rules = []
+    for selector, body in RULE.findall(rules):
+        coloured = "; ".join(part.strip() for part in body.split(";") if "var(" in part)
+        dark_rules += [f"  {selector.strip()} {{ {coloured}; }}"] if coloured else []
+    light_text, dark_text = (
+        USE.sub(lambda found, colours=colours: colours[found[1]], text)  # type: ignore[misc]
+        for text, colours in ((rules, light), ("\n".join(dark_rules), light | dark))
+    )
+    return f"{light_text}\n@media (prefers-color-scheme: dark) {{\n{dark_text}\n}}\n"
 
 
 def still(picture: MemoryPicture, lit: Lit, style: str, title: str) -> str:

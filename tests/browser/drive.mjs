@@ -23,6 +23,12 @@ try {
   await page.goto(url);
   await walk(page);
   await look(page);
+  await page.setViewport({ width: 1500, height: 900 });
+  seen.cut = await page.evaluate(() => {
+    const box = document.getElementById("code");
+    return [box.scrollWidth - box.clientWidth, ...[...box.querySelectorAll("td:last-child")].map((cell) => cell.scrollWidth - cell.clientWidth)];
+  });
+  await page.setViewport({ width: 1400, height: 900 });
   for (const scheme of ["light", "dark"]) seen.schemes[scheme] = await colours(page, scheme);
   await narrow(page);
 } finally {
@@ -38,11 +44,13 @@ function status(page) {
 async function walk(page) {
   seen.count = await page.evaluate(() => document.querySelectorAll("#timeline button").length);
   seen.steps.opened = await status(page);
-  for (const key of ["ArrowRight", "j", "ArrowLeft", "k", "k", "End", "j", "Home"]) {
+  seen.marked = await page.evaluate(() => [...document.querySelectorAll("#timeline button")].flatMap((b, i) =>
+    getComputedStyle(b, "::after").content === '"2"' ? [i + 1] : []));
+  for (const key of ["Home", "ArrowRight", "j", "ArrowLeft", "k", "k", "End", "j", "n", "Home", "n", "n", "Home"]) {
     await page.keyboard.press(key);
     (seen.steps.keys ||= []).push([key, await status(page)]);
   }
-  for (const id of ["next", "next", "back", "last", "first"]) {
+  for (const id of ["next", "next", "back", "last", "second", "first", "second", "second", "first"]) {
     await page.click(`#${id}`);
     (seen.steps.buttons ||= []).push([id, await status(page)]);
   }

@@ -27,12 +27,18 @@ function drawSource() {
       const line = one.first + offset;
       const counts = one.counts[line] || [];
       const cells = kept.map((i) => made("td", { class: "n" }, number(counts[i])));
-      const row = made("tr", {}, made("td", { class: "n" }, String(line)), ...cells, made("td", {}, text));
+      const row = made("tr", {}, made("td", { class: "n" }, String(line)), ...cells, made("td", { style: hanging(text) }, text));
       lines.set(`${index}:${line}`, row);
       body.append(row);
     });
     find("code").append(made("h3", {}, one.name, " ", made("small", {}, one.file)), made("table", {}, made("thead", {}, head), body));
   });
+}
+
+// Where a line of the source is too long for its column, the rest stands 4 further in.
+function hanging(text) {
+  const indent = text.search(/\S|$/) + 4;
+  return `padding-left: calc(6px + ${indent}ch); text-indent: -${indent}ch`;
 }
 
 function drawTimeline() {
@@ -45,7 +51,8 @@ function drawTimeline() {
       find("timeline").append(made("div", { class: "turn" }, made("span", {}, now), row));
       turn = now;
     }
-    const button = made("button", { class: one.look, title: title(index), "aria-label": title(index), tabindex: "-1" });
+    const look = one.second ? `${one.look} twice` : one.look;
+    const button = made("button", { class: look, title: title(index), "aria-label": title(index), tabindex: "-1" });
     button.addEventListener("click", () => go(index));
     row.append(button);
   });
@@ -55,7 +62,7 @@ function title(index) {
   const one = data.steps[index];
   const at = data.functions[one.at[0]];
   const text = at.lines[one.at[1] - at.first].trim().replace(/\($/, "(…)");
-  return `step ${index + 1} of ${data.steps.length}: ${one.turns ? one.turns + ", " : ""}line ${one.at[1]}: ${text}`;
+  return `step ${index + 1} of ${data.steps.length}: ${one.place ? one.place + ", " : ""}line ${one.at[1]}: ${text}`;
 }
 
 // --- What a step shows ----------------------------------------------------------------------------------------------
@@ -99,8 +106,8 @@ function showMemory(one) {
   const rects = one.lit.map(([x, y, width, height, look]) => shape("rect", { x, y, width, height, class: look }));
   const labels = one.labels.map(([x, y, text, look]) => shape("text", { x, y, class: look }, text));
   find("lit").replaceChildren(...rects, ...labels);
-  const told = one.lookups.map(([entry, page, lanes, where], n) =>
-    `lookup ${n + 1}: entry ${entry} → page ${page}, ${lanes} threads, ${where}`);
+  const told = one.lookups.map(([entry, page, who, where], n) =>
+    `lookup ${n + 1}: entry ${entry} → page ${page}, ${who}, ${where}`);
   find("lookups").textContent = told.join("; ") || "no page lookup in this step";
 }
 
@@ -117,8 +124,14 @@ function showRows(one) {
 
 const moves = {
   ArrowRight: () => step + 1, j: () => step + 1, ArrowLeft: () => step - 1, k: () => step - 1,
-  Home: () => 0, End: () => data.steps.length - 1,
+  Home: () => 0, End: () => data.steps.length - 1, n: nextSecond,
 };
+
+// The next step that looks a second page up; after the last one, the first.
+function nextSecond() {
+  const found = data.steps.flatMap((one, index) => (one.second ? [index] : []));
+  return found.find((index) => index > step) ?? found[0] ?? step;
+}
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in moves)) return;
@@ -129,12 +142,15 @@ find("first").addEventListener("click", () => go(0));
 find("back").addEventListener("click", () => go(step - 1));
 find("next").addEventListener("click", () => go(step + 1));
 find("last").addEventListener("click", () => go(data.steps.length - 1));
+find("second").addEventListener("click", () => go(nextSecond()));
+find("second").disabled = !data.steps.some((one) => one.second);
 find("slider").max = String(Math.max(0, data.steps.length - 1));
 find("slider").addEventListener("input", (event) => go(Number(event.target.value)));
 window.addEventListener("hashchange", () => go(asked()));
 
 function asked() {
-  return Number((/^#step=(\d+)$/.exec(location.hash) || [0, 1])[1]) - 1;
+  const named = /^#step=(\d+)$/.exec(location.hash);
+  return named ? Number(named[1]) - 1 : data.open;
 }
 
 const left = data.left_out ? [`${data.left_out} later steps are left out here, and counted`] : [];
