@@ -143,7 +143,7 @@ of the tile's 64 keys an item has: 0 the lower, 1 the upper.)
 5. `scale_output`: `o · alpha`, and `add_values`: the weights times the values, added onto `o`. Tensor cores again.
 
 This is the fold. Compare it with what you did by hand. `@lanewise` marks arithmetic that each lane does alone, with its own
-numbers; `@device` marks functions in which lanes also exchange numbers.
+numbers; `@device` marks functions in which lanes may also exchange numbers.
 """
 
 # %%
