@@ -23,7 +23,7 @@ LEAST = 1.5
 MOST_LIT = 160
 """Rectangles that a strip lights in one step; beyond, neighbours are joined."""
 Lookup = tuple[int, int, int, str]
-"""Entry of a page table, the page that it names, how many threads looked it up, and the line that asked."""
+"""Entry of a page table, the page that it names, how often a thread looked it up, and the line that asked."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ class MemoryPicture:
     def lookups(self, step: Step) -> Iterator[Lookup]:
         for op in step.ops.values():
             if self.cache is not None and op.array == "pages" and op.kind == "global load":
-                entries = self.cache.entries(op.source)
                 asks = op.path[-2:][0]
-                for entry in entries:
-                    lanes = op.lanes // len(entries)
-                    yield entry, self.cache.table[entry], lanes, f"{asks.program.name}:{asks.line}"
+                elements, times = np.unique(np.concatenate(op.sources), return_counts=True)
+                for element, count in zip(elements.tolist(), times.tolist()):
+                    for entry in self.cache.entries([(element, element + 1)]):
+                        yield entry, self.cache.table[entry], count, f"{asks.program.name}:{asks.line}"
 
     def lit_by(self, op: Op, entries: list[int]) -> Iterator[Rect]:
         """What an op reads and writes. entries: of the page table that its step looked up."""
