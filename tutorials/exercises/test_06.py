@@ -65,6 +65,23 @@ def test_merge_has_the_order_of_the_tree(answers):
     expect("the order of 9 chunks", nine, "(((((0 1) 2) 3) (((4 5) 6) 7)) 8)")
 
 
+def test_merge_of_many_groups(answers):
+    """3. merge: many groups, one after the other; and no chunks"""
+    row, groups = "", [f"((({n} {n + 1}) {n + 2}) {n + 3})" for n in range(0, 20, 4)]
+    for group in [*groups, "20"]:
+        row = joined(row, group)
+    expect("the order of 21 chunks", answers.merge([str(n) for n in range(21)], joined, ""), row)
+    expect("merge([], fold, empty)", answers.merge([], joined, ""), "")
+
+
+def test_zero_values_are_no_empty_part(answers):
+    """2. fold: a part whose values are zero counts"""
+    zero, part = (0.0, 1.0, np.zeros(1)), (0.0, 1.0, np.array([4.0]))
+    for one, other in ((zero, part), (part, zero)):
+        m, total, o = answers.fold(one, other)
+        expect_close("(m, l, o) of both", np.array([m, total, *o]), np.array([0.0, 2, 4]), 1e-12)
+
+
 def test_merge_is_attention(answers):
     """3. merge: with your fold, a row of 3,000 keys"""
     q, k, v = (np.random.default_rng(n).standard_normal((count, 1, 8)) for n, count in enumerate((1, 3000, 3000)))
