@@ -329,6 +329,7 @@ def test_an_unknown_number_stops_make_tutorials():
     [
         ("# %%\nassert 1 == 1\n", 60, ""),
         ("# %%\nx = 1\nassert x == 2, 'x is not two'\n", 60, "in the cell 'x = 1': AssertionError: x is not two"),
+        ("# %%\n\n\n1 / 0\n", 60, "in the cell '1 / 0': ZeroDivisionError: division by zero"),
         ("# %%\nimport time\n\ntime.sleep(600)\n", 4, "took longer than 4 s"),
     ],
 )
