@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_the_straddling_item_shows_its_second_lookup(seen, page):
     twice = seen["twice"]
     assert twice["status"].startswith(f"step {page[2]} of")
     assert "lookup 1: entry 0" in twice["lookups"] and "lookup 2: entry 1" in twice["lookups"]
+    assert re.search(r"entry 1 → page \d+, 512 times by its threads", twice["lookups"])
     looks = [look for look, width in twice["lit"] if width > 2]
     assert {"read first", "read second", "lookup first", "lookup second", "frame first", "frame second"} <= set(looks)
 
