@@ -173,6 +173,8 @@ def test_answers_in_another_folder(here, capsys):
     _, out, _ = refengine(capsys, "tutorial", "start", "01", "mine")
     assert "--answers mine" in out and (here / "mine/t01.py").exists()
     assert refengine(capsys, "tutorial", "check", "01", "--answers", "mine")[0] == 1
+    assert "start 01 'my own'" in refengine(capsys, "tutorial", "check", "01", "--answers", "my own")[2]
+    assert "--answers 'my own'" in refengine(capsys, "tutorial", "start", "01", "my own")[1]
 
 
 def test_a_wrong_answer_is_said_in_a_line(here, capsys):

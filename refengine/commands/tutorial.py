@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from refengine.commands.report import write_whole
 from refengine.errors import UserError
@@ -23,7 +24,7 @@ def start(number: str, folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"{folder}: cannot be made: {problem.strerror}; name another folder") from problem
-    place = "" if folder == ANSWERS else f" --answers {folder}"
+    place = "" if folder == ANSWERS else f" --answers {quote(str(folder))}"
     write_whole(path, tutorial.exercise("stub").read_bytes(), "FOLDER")
     print(f"{path}: fill in its functions, then run: refengine tutorial check {tutorial.number}{place}")
     return 0
@@ -34,7 +35,7 @@ def check(number: str, folder: Path, solution: bool) -> int:
     tutorial = find_tutorial(number)
     path = tutorial.exercise("solution") if solution else answers_of(tutorial, folder)
     if not path.exists():
-        place = "" if folder == ANSWERS else f" {folder}"
+        place = "" if folder == ANSWERS else f" {quote(str(folder))}"
         raise UserError(f"{path}: not there; begin with: refengine tutorial start {tutorial.number}{place}")
     outcomes = check_answers(path, tutorial.tests)
     for outcome in outcomes:
