@@ -13,6 +13,7 @@ from rich.table import Table
 
 from backends.base import backend_names
 from refengine.checkpoint import load_weights
+from refengine.commands.choice_words import choice_body, choice_words
 from refengine.commands.compare import Request as Compare
 from refengine.commands.compare import build_all, check, prompt_of, room, rotated
 from refengine.commands.inputs import find_model
@@ -130,30 +131,40 @@ def told(
     why = cause(a, b, readings, found)
     line = f"PARTED {where}; {why}"
     states = [[state_body(*one) for one in reading.states] for reading in readings]
-    body = {"place": asdict(place), "key": key_body(found), "step": found.step, "cause": why, "folds": states}
+    body = {
+        "place": asdict(place), "choice": choice_body(found.choice), "key": key_body(found), "step": found.step,
+        "cause": why, "folds": states,
+    }  # fmt: skip
     return line, {"verdict": line, **body}
 
 
 def cause(a: Recorded, b: Recorded, readings: list[Reading], found: Parting) -> str:
     """Why they part, as far as what was read says."""
+    said = [choice_words((a.backend, b.backend), found.choice)] if found.choice is not None else []
     if found.queries_differ:
-        return "the row's query differs already: what parts lies before this attention"
-    tables = [f"{one.backend}: {r.wrong_entry}" for one, r in zip((a, b), readings) if r.wrong_entry]
-    if found.key is not None:
-        x, y = found.key
-        read = (
-            f"the first key that differs is position {x.position}, its {found.plane} row: {x.where} against {y.where}"
-        )
-        return "; ".join([read, *tables])
+        return "; ".join([*said, "the row's query differs already: what parts lies before this attention"])
     kernels = [reading.states[0][0] for reading in readings if reading.states]
-    if len(set(kernels)) > 1:
+    if found.key is not None:
+        said.append(key_words(found))
+    elif found.choice is None and len(set(kernels)) > 1:
         return f"query and keys are equal: {kernels[0]} and {kernels[1]} sum them in different orders"
-    return "; ".join(["query and keys are equal: the sums of the kernel itself differ", *tables])
+    elif found.choice is None:
+        said.append("query and keys are equal: the sums of the kernel itself differ")
+    return "; ".join([*said, *(f"{one.backend}: {r.wrong_entry}" for one, r in zip((a, b), readings) if r.wrong_entry)])
+
+
+def key_words(found: Parting) -> str:
+    """The first key whose rows differ."""
+    assert found.key is not None
+    x, y = found.key
+    both = "key of both" if found.choice is not None else "key"
+    return f"the first {both} that differs is position {x.position}, its {found.plane} row: {x.where} against {y.where}"
 
 
 def table(a: Recorded, b: Recorded, readings: list[Reading], found: Parting) -> Table:
     """Both folds, tile by tile, until they part."""
-    shown = Table("keys from", f"{a.backend}: kernel", "m", "l", "o", f"{b.backend}: kernel", "m", "l", "o", "")
+    first = "keys from" if readings[0].choice is None else "entries from"
+    shown = Table(first, f"{a.backend}: kernel", "m", "l", "o", f"{b.backend}: kernel", "m", "l", "o", "")
     end = None if found.step is None else found.step + 1
     pairs = list(enumerate(zip(readings[0].states[:end], readings[1].states)))
     for number, ((left, x), (right, y)) in pairs[-SHOWN:]:

@@ -7,7 +7,8 @@ from shlex import quote
 
 from refengine.commands.report import write_whole
 from refengine.errors import UserError
-from refengine.lab.exercises import OK, Outcome, check_answers
+from refengine.lab.answers_apart import LIMIT, check_apart
+from refengine.lab.exercises import OK, Outcome
 from refengine.lab.tutorials import Tutorial, find_tutorial
 
 ANSWERS = Path("answers")
@@ -30,16 +31,18 @@ def start(number: str, folder: Path) -> int:
     return 0
 
 
-def check(number: str, folder: Path, solution: bool) -> int:
-    """Run the exercises' tests and show each; the exit status. Raises UserError where there is nothing to check."""
+def check(number: str, folder: Path, solution: bool, limit: float = LIMIT) -> int:
+    """Run the exercises' tests, each for at most ``limit`` seconds, and show each; the exit status. Raises UserError where there
+    is nothing to check."""
     tutorial = find_tutorial(number)
     path = tutorial.exercise("solution") if solution else answers_of(tutorial, folder)
     if not path.exists():
         place = "" if folder == ANSWERS else f" {quote(str(folder))}"
         raise UserError(f"{path}: not there; begin with: refengine tutorial start {tutorial.number}{place}")
-    outcomes = check_answers(path, tutorial.tests)
-    for outcome in outcomes:
-        print("\n".join(lines(outcome)))
+    outcomes = []
+    for outcome in check_apart(path, tutorial.tests, limit):
+        print("\n".join(lines(outcome)), flush=True)
+        outcomes.append(outcome)
     passed = sum(outcome.state == OK for outcome in outcomes)
     print(f"TUTORIAL {tutorial.number} {passed} of {len(outcomes)} passed")
     return 0 if passed == len(outcomes) else 1

@@ -22,6 +22,8 @@ from refengine.errors import UserError
 OK, TO_DO, WRONG = "ok", "to do", "wrong"
 LONGEST = 160
 """Characters of a message."""
+Check = Callable[[ModuleType], None]
+"""A test: takes the module of answers."""
 _numbers = itertools.count()
 
 
@@ -36,13 +38,17 @@ class Outcome:
 
 
 def check_answers(answers: Path, tests: Path) -> list[Outcome]:
-    """Every test of a file against the answers of another, in order.
+    """Every test of a file against the answers of another, in order, here and without a limit (check_apart has one).
 
     Raises UserError where a file cannot be imported.
     """
-    module, checks = load(answers), load(tests)
-    found = [check for name, check in vars(checks).items() if name.startswith("test_") and callable(check)]
-    return [outcome(check, module, answers) for check in found]
+    module = load(answers)
+    return [outcome(check, module, answers) for check in checks_of(tests)]
+
+
+def checks_of(tests: Path) -> list[Check]:
+    """The tests of a file, in order. Raises UserError where it cannot be imported."""
+    return [check for name, check in vars(load(tests)).items() if name.startswith("test_") and callable(check)]
 
 
 def load(path: Path) -> ModuleType:
@@ -62,10 +68,14 @@ def load(path: Path) -> ModuleType:
         raise UserError(f"{path}: {where(problem, path)}{type(problem).__name__}: {problem}") from problem
 
 
-def outcome(check: Callable[[ModuleType], None], answers: ModuleType, path: Path) -> Outcome:
+def named(check: Check) -> tuple[str, str]:
+    """(name, title) of a test."""
+    return check.__name__, (check.__doc__ or check.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def outcome(check: Check, answers: ModuleType, path: Path) -> Outcome:
     """Run one test."""
-    name = check.__name__
-    title = (check.__doc__ or name).strip().splitlines()[0].rstrip(".")
+    name, title = named(check)
     try:
         with np.errstate(all="ignore"):
             check(answers)
