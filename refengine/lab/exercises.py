@@ -137,8 +137,10 @@ def expect_array(
 
 
 def type_name(value: Any) -> str:
-    """Python's name of a type; NumPy's whole numbers count as ints."""
-    return "int" if isinstance(value, np.integer) else type(value).__name__
+    """Python's name of a type; NumPy's whole numbers count as ints, its other real numbers as floats."""
+    if isinstance(value, (np.integer, np.floating)):
+        return "int" if isinstance(value, np.integer) else "float"
+    return type(value).__name__
 
 
 def shown(value: Any, bits: bool = False) -> str:
