@@ -17,12 +17,12 @@ from refengine.commands.choice_words import choice_body, choice_words
 from refengine.commands.compare import Request as Compare
 from refengine.commands.compare import build_all, check, prompt_of, room, rotated
 from refengine.commands.inputs import find_model
-from refengine.commands.names import known_name
 from refengine.commands.recorded import Recorded, check_alike, parts_of, recorded
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import open_device
 from refengine.errors import UserError
 from refengine.model import check_dims, open_model
+from refengine.names import known_name
 from refengine.verify.compare import Arm, first_difference
 from refengine.verify.explain import Parting, Place, Reading, Side, first_place, parting, read_at
 from refengine.verify.fold_watch import FoldState

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from refengine.commands.compare import Request as Compare
-from refengine.commands.names import known_name
 from refengine.errors import UserError
+from refengine.names import known_name
 from refengine.verify.planted import Fault
 
 SHARED = ("model", "prompt", "prompt_tokens", "tokens", "parallel", "prompt_rows", "context", "seed")

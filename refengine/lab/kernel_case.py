@@ -10,13 +10,13 @@ from typing import Any
 
 from backends.layout import LAYOUTS
 from kernels_numba.machine.checked import CheckedLaunch
-from refengine.commands.names import known_name
 from refengine.contract.attention import AttentionCase
 from refengine.contract.entry import Entry, Inputs, product_modules
 from refengine.contract.gates import this_device
 from refengine.contract.registry import entries
 from refengine.contract.workbench import NAN, Workbench
 from refengine.errors import UserError
+from refengine.names import known_name
 from refengine.verify.attention_bits import Heads
 
 Block = tuple[int, int, int]
