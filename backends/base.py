@@ -193,10 +193,10 @@ class Backend(ABC):
 
     def check_fits(self, capacity: int) -> None:
         """Raise BackendError for a stream that would not fit if it were alone."""
-        if not 1 <= capacity <= self.sizes.context:
-            raise BackendError(
-                f"{self.name}: a stream of {capacity} positions: at least 1, and the context is {self.sizes.context}"
-            )
+        if capacity < 1:
+            raise BackendError(f"{self.name}: a stream of {capacity} positions: ask for at least 1")
+        if capacity > self.sizes.context:
+            raise BackendError(f"{self.name}: a stream of {capacity} positions: the context is {self.sizes.context}")
 
     def check_beginning(self, begin: Beginning, capacity: int) -> None:
         """Raise BackendError for what a stream of this capacity cannot begin with."""

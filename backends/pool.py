@@ -76,7 +76,9 @@ class PagePool:
         taken_before = np.concatenate([[0], np.cumsum(self.holders != 0)])
         starts = np.flatnonzero(taken_before[pages:] == taken_before[: len(taken_before) - pages])
         if not len(starts):
-            raise PoolFull(f"{pages} pages in a row wanted, {self.free} of {self.count} are free, not in a row")
+            raise PoolFull(
+                f"{counted(pages)} in a row wanted, {self.free} of {self.count} {are(self.free)} free, not in a row"
+            )
         run = list(range(int(starts[-1]), int(starts[-1]) + pages))
         self.holders[run] = 1
         return run
@@ -91,7 +93,7 @@ class PagePool:
         """Raise PoolFull when fewer pages are available."""
         if pages > self.available:
             reserved = f", {self.promised} of them promised" if self.promised else ""
-            raise PoolFull(f"{pages} pages wanted, {self.free} of {self.count} are free{reserved}")
+            raise PoolFull(f"{counted(pages)} wanted, {self.free} of {self.count} {are(self.free)} free{reserved}")
 
     # --- Sharing and giving back ------------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Claim:
     def take(self, pages: int) -> list[int]:
         """Some of the promised pages, lowest first. Raises PoolFull, taking nothing, beyond what was promised."""
         if pages > self.left:
-            raise PoolFull(f"{pages} pages wanted, {self.left} are left of what was claimed")
+            raise PoolFull(f"{counted(pages)} wanted, {self.left} {are(self.left)} left of what was claimed")
         self.left -= pages
         return self.pool.lowest(pages)
 
@@ -142,3 +144,11 @@ class Claim:
         """Break the promise off and give the run back. Raises ValueError the second time."""
         self.pool.claims.remove(self)
         self.pool.give_back(self.run)
+
+
+def counted(pages: int) -> str:
+    return f"{pages} page{'' if pages == 1 else 's'}"
+
+
+def are(pages: int) -> str:
+    return "is" if pages == 1 else "are"

@@ -198,6 +198,27 @@ def test_the_command_stops_in_the_prompt_kernel(capsys):
     assert "(kernel) lane 37: warp 1, its lane 5\n" in said and "(kernel) (2, 'paged')\n" in said
 
 
+@pytest.mark.parametrize("stop", ["{line}", "norms.py:{line}", "rms_norm_kernel", "{line}, row == 0"])
+def test_the_command_runs_to_a_line_or_a_name(stop, capsys):
+    source = (Path(__file__).parents[1] / "kernels_numba" / "norms.py").read_text().splitlines()
+    kernel_line = source.index("def rms_norm_kernel(out, x, gain, eps):") + 1
+    line = next(n for n, text in enumerate(source, 1) if n > kernel_line and text.strip().startswith("row = "))
+    request = debug.Request(Wish("rms_norm_kernel"), None, (stop.format(line=line),), True, False)
+    assert debug.run(request, io.StringIO("quit\n")) == 0
+    assert f"norms.py:{line} rms_norm_kernel" in capsys.readouterr().out
+
+
+def test_a_block_cannot_begin_again(capsys):
+    request = debug.Request(Wish("rms_norm_kernel"), None, (), True, False)
+    assert debug.run(request, io.StringIO("restart\nrun\nquit\n")) == 0
+    assert capsys.readouterr().out.count("a block runs once") == 2
+
+
+def test_a_closed_stdin_ends_the_commands(capsys, monkeypatch):
+    monkeypatch.setattr(debug.sys, "stdin", None)
+    assert debug.run(debug.Request(Wish("rms_norm_kernel"), None, (), True, False)) == 0
+
+
 def test_the_command_runs_for_an_editor(capsys):
     assert status_of(lambda: app(["debug", "rms_norm_kernel", "--no-prompt"], standalone_mode=False), debug=False) == 0
     assert capsys.readouterr().out == "rms_norm_kernel, block (0, 0, 0), no prompt\n"
@@ -218,6 +239,15 @@ def test_with_checked_a_planted_race_is_a_finding(capsys, monkeypatch):
     [
         (["rms_nrm_kernel"], "KERNEL rms_nrm_kernel: unknown; did you mean rms_norm_kernel"),
         (["rms_norm_kernel", "--lane", "-1"], "--lane -1: at least 0"),
+        (["rms_norm_kernel", "--lane", "128"], "--lane 128: the block has 128 threads; name one below that"),
+        (
+            ["rms_norm_kernel", "--break", "nonsense"],
+            "--break nonsense: no line of code of rms_norm_kernel, nor a function",
+        ),
+        (["rms_norm_kernel", "--break", "9999"], "--break 9999: no line"),
+        (["rms_norm_kernel", "--break", "1, x > 0"], "--break 1, x > 0: no line"),
+        (["rms_norm_kernel", "--break", "norms.py:2"], "--break norms.py:2: no line"),
+        (["rms_norm_kernel", "--break", ""], "--break : no line"),
         (["rms_norm_kernel", "--no-prompt", "--lane", "1"], "--no-prompt: an editor stops it"),
         (["rms_norm_kernel", "--block", "77"], "block (77, 0, 0): its grid is (5, 1, 1)"),
     ],

@@ -14,7 +14,7 @@ from kernels_numba.machine.modes import within
 from refengine.checkpoint import load_weights, open_cached
 from refengine.cli import app, status_of
 from refengine.commands.compare import Request, build_all, summary
-from refengine.commands.explain import recorded
+from refengine.commands.recorded import recorded
 from refengine.contract.attention import AttentionCase
 from refengine.contract.entries.decode import DecodeCase
 from refengine.contract.entries.scalar import ScalarCase
@@ -205,6 +205,14 @@ def test_the_arm_that_differs_is_taken(reports, tmp_path):
     assert (first.backend, recorded(str(tmp_path / "three.json"), first).backend) == ("window", "paged")
 
 
+def test_a_report_may_have_a_colon_in_its_name(reports, tmp_path):
+    path = tmp_path / "10:30.json"
+    path.write_bytes((reports / "tiles.json").read_bytes())
+    first = recorded(str(path), None)
+    assert (first.backend, recorded(str(path), first).backend) == ("window", "paged")
+    assert recorded(f"{path}:paged", None).backend == "paged"
+
+
 def test_the_command_says_when_nothing_parts(reports, capsys):
     assert refengine("explain", f"{reports / 'tiles.json'}:window", f"{reports / 'scalar-batch.json'}:window") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("EQUAL ")
@@ -223,6 +231,10 @@ def test_a_run_that_does_not_repeat_is_unchecked(reports, tmp_path, capsys):
     [
         ({}, ["missing.json"], "missing.json: No such file"),
         ({"arms": []}, ["new.json"], "new.json: is no report of compare"),
+        ({"tokens": "two"}, ["new.json"], "new.json: is no report of compare"),
+        ({"model": 5}, ["new.json"], "new.json: is no report of compare"),
+        ({"page_size": "48"}, ["new.json"], "new.json: is no report of compare"),
+        ({}, ["tiles.json:window", "tiles.json:window"], "tiles.json:window: is the same run twice"),
         ({}, ["new.json:windw"], "backend windw: unknown; did you mean window?"),
         ({"seed": 1}, ["tiles.json", "new.json"], "--seed: 0 in "),
         ({}, ["tiles.json", "--plant", "nothing like it"], "--plant nothing like it: in the names of 0 faults"),

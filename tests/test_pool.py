@@ -96,7 +96,7 @@ def test_a_claim_gives_what_was_promised_and_no_more():
     pool = PagePool(4)
     claim = pool.claim(2)
     assert pool.take(2) == [0, 1]
-    refused(PoolFull, "1 pages wanted, 2 of 4 are free, 2 of them promised", lambda: pool.take(1), pool)
+    refused(PoolFull, "1 page wanted, 2 of 4 are free, 2 of them promised", lambda: pool.take(1), pool)
     refused(PoolFull, "3 pages wanted, 2 are left of what was claimed", lambda: claim.take(3), pool)
     assert claim.take(2) == [2, 3] and pool.promised == 0
 

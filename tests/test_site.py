@@ -6,6 +6,7 @@ import importlib
 import re
 
 import pytest
+import typer
 import yaml
 
 from refengine.lab import site
@@ -41,6 +42,31 @@ def test_the_navigation_names_pages_that_are_there(gathered):
     assert len(names) > 20 and [name for name in names if not (gathered / "pages" / name).exists()] == []
     guides = {str(page.relative_to(site.ROOT)) for page in (site.ROOT / "docs").rglob("*.md")}
     assert guides <= set(names), "a page that no menu has"
+
+
+def test_a_folder_of_other_things_is_left_alone(tmp_path, capsys):
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    for folder in (tmp_path, other):
+        with pytest.raises(typer.Exit) as stopped:
+            site.main(folder, offline=False)
+        assert stopped.value.exit_code == 2 and other.read_text() == "mine"
+    assert "holds other things" in capsys.readouterr().err
+
+
+def test_pages_are_gathered_anew(tmp_path):
+    folder = tmp_path / "with spaces"
+    stale = folder / "pages" / "gone.md"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("# Gone\n")
+    site.main(folder, offline=False)
+    assert not stale.exists() and (folder / "mkdocs.yml").exists()
+
+
+def test_a_site_that_was_not_built_is_said(tmp_path, capsys):
+    with pytest.raises(typer.Exit) as stopped:
+        site.main(tmp_path, offline=True)
+    assert stopped.value.exit_code == 1 and "build the site first" in capsys.readouterr().err
 
 
 def test_code_is_shown_as_it_is(gathered):

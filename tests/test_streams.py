@@ -102,9 +102,16 @@ def test_another_backends_stream_is_refused(made):
         refused("stream 0: belongs to another backend; open one here", call, made, own)
 
 
-@pytest.mark.parametrize("capacity", [0, -5, CONTEXT + 1])
-def test_a_capacity_that_no_stream_has_is_refused(made, capacity):
-    refused(f"a stream of {capacity} positions: at least 1, and the context is 96", lambda: made.open(capacity), made)
+@pytest.mark.parametrize(
+    ("capacity", "words"),
+    [
+        (0, "ask for at least 1$"),
+        (-5, "ask for at least 1$"),
+        (CONTEXT + 1, "the context is 96$"),
+    ],
+)
+def test_a_capacity_that_no_stream_has_is_refused(made, capacity, words):
+    refused(f"a stream of {capacity} positions: {words}", lambda: made.open(capacity), made)
 
 
 # --- A pass that makes no sense -------------------------------------------------------------------------------------
@@ -133,13 +140,13 @@ def test_a_stream_that_was_opened_never_runs_out(name):
     made = build(name)
     a, b = made.open(), made.open()
     taken = made.pool.take(made.pool.available)
-    refused("1 pages wanted, .* are free, .* of them promised", lambda: made.pool.take(1), made, a, b, error=PoolFull)
+    refused("1 page wanted, .* are free, .* of them promised", lambda: made.pool.take(1), made, a, b, error=PoolFull)
     assert made.batch(PROMPT, [(a, CONTEXT), (b, CONTEXT)]).rows == 2 * CONTEXT
     assert made.held_pages(a) == made.held_pages(b) == made.columns and not made.pool.free
     made.pool.give_back(taken)
     b.release()
     made.pool.take(made.pool.free - 1)
-    words = f"{made.columns + made.run_pages} pages wanted, 1 of {made.pool.count} are free; release a stream"
+    words = f"{made.columns + made.run_pages} pages wanted, 1 of {made.pool.count} is free; release a stream"
     refused(words, made.open, made, a)
 
 

@@ -251,6 +251,19 @@ def test_a_still_needs_no_css_variables(paged):
         }
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"), [("prompt_attention", {"page_size": 7}), ("decode_rows", {"page_size": 40}), ("fn_qsa_scores_kernel", {})]
+)  # fmt: skip
+def test_the_lookups_of_a_step_are_as_many_as_its_threads_made(name, flags, narrow):
+    result = trace_of(name, **flags)
+    picture = MemoryPicture(result.trace, result.found)
+    shown, counted = [], []
+    for step in result.trace.steps:
+        shown.append(sum(times for _, _, times, *_ in picture.lit(step).lookups))
+        counted.append(sum(op.lanes for op in step.ops.values() if (op.kind, op.array) == ("count", "lookups")))
+    assert shown == counted and sum(counted) == result.totals["lookups"] > 0
+
+
 def test_its_rows_are_lit_in_both_pages(paged):
     picture = MemoryPicture(paged.trace, paged.found)
     lit = [one for one in map(picture.lit, paged.trace.steps) if len(one.lookups) == 2][0]
@@ -385,6 +398,16 @@ def test_a_kernel_that_leaves_its_array_is_a_finding(tmp_path, capsys, monkeypat
         (["--layout", "window", "--page-size", "16"], "--page-size 16: window has no choice of it"),
         (["--layout", "tiled"], "--layout tiled: unknown"),
         (["--rows", "0"], "--rows 0: at least 1"),
+        (
+            ["decode_scalar", "--rows", "1000"],
+            "--rows 1000: no launch of decode_scalar can be made with that: a window of",
+        ),
+        (["keep_kernel", "--rows", "1"], "--rows 1: no launch of keep_kernel can be made with that"),
+        (["mix_kernel", "--rows", "5"], "--rows: mix_kernel takes no rows of a stream here"),
+        (["rope_record_kernel", "--layout", "paged"], "--layout: rope_record_kernel reads no pages here"),
+        (["rope_record_kernel", "--page-size", "8"], "--page-size: rope_record_kernel reads no pages here"),
+        (["--svg", "x", "--out", "x"], "--svg x: is the file of --out"),
+        (["--json", "./x", "--out", "x"], "--json x: is the file of --out"),
         (["--step", "3"], "--step 3: is for the still"),
         (["--svg", "s.svg", "--step", "999"], "--step 999: the trace has 97 steps"),
     ],

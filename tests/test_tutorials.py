@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -13,9 +14,12 @@ import pytest
 import yaml
 
 from refengine.cli import app, status_of
+from refengine.commands import tutorial as tutorial_command
+from refengine.errors import UserError
 from refengine.lab import execute, notebook, tutorials
+from refengine.lab.answers_apart import check_apart
 from refengine.lab.changes import changed, edited
-from refengine.lab.exercises import OK, TO_DO, WRONG, check_answers, expect, expect_bits, expect_close
+from refengine.lab.exercises import OK, TO_DO, WRONG, Outcome, check_answers, expect, expect_bits, expect_close
 from refengine.lab.sources import DocsError, excerpt
 from refengine.lab.tutorials import SECTIONS, Tutorial, find_tutorial
 
@@ -173,6 +177,8 @@ def test_answers_in_another_folder(here, capsys):
     _, out, _ = refengine(capsys, "tutorial", "start", "01", "mine")
     assert "--answers mine" in out and (here / "mine/t01.py").exists()
     assert refengine(capsys, "tutorial", "check", "01", "--answers", "mine")[0] == 1
+    assert "start 01 'my own'" in refengine(capsys, "tutorial", "check", "01", "--answers", "my own")[2]
+    assert "--answers 'my own'" in refengine(capsys, "tutorial", "start", "01", "my own")[1]
 
 
 def test_a_wrong_answer_is_said_in_a_line(here, capsys):
@@ -206,6 +212,57 @@ def test_an_answer_that_raises_is_named_by_its_line(here, capsys):
     status, out, _ = refengine(capsys, "tutorial", "check", "01")
     assert status == 1 and "       line 2: ZeroDivisionError: " in out
     assert "       answers/t01.py has no function attend\n" in out, "a function that is gone is named, too"
+
+
+def test_an_endless_loop_is_one_line_and_the_next_test_runs(here, capsys):
+    text = find_tutorial("01").exercise("solution").read_text(encoding="utf-8")
+    (here / "t01.py").write_text(
+        text + "\n\ndef cache_bytes(*args):\n    while True:\n        pass\n", encoding="utf-8"
+    )
+    assert tutorial_command.check("01", here, solution=False, limit=2) == 1
+    out = capsys.readouterr().out.splitlines()
+    late = [n for n, line in enumerate(out) if line == "       took longer than 2 s: does a loop end?"]
+    assert late and all(out[n - 1].startswith("wrong  ") and "cache_bytes" in out[n - 1] for n in late)
+    assert out[-1] == f"TUTORIAL 01 {6 - len(late)} of 6 passed"
+
+
+TESTS = '''
+def test_one(answers):
+    """The first."""
+    answers.one()
+
+
+def test_two(answers):
+    """The second."""
+    assert answers.two() == 2, "two() is wrong"
+'''
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        ("while True: pass", "took longer than 1 s: does a loop end?"),
+        ("raise SystemExit(3)", "ended Python, with exit status 3"),
+        ("import os; os.kill(os.getpid(), 9)", "ended Python, with signal 9"),
+    ],
+)
+def test_an_answer_that_does_not_come_back(tmp_path, one, why):
+    answers, tests = tmp_path / "answers.py", tmp_path / "tests.py"
+    answers.write_text(f"def one():\n    {one}\n\n\ndef two():\n    return 3\n")
+    tests.write_text(TESTS)
+    assert list(check_apart(answers, tests, limit=1)) == [
+        Outcome("test_one", "The first", WRONG, why),
+        Outcome("test_two", "The second", WRONG, "two() is wrong"),
+    ]
+
+
+def test_answers_whose_import_does_not_end(tmp_path):
+    answers, tests = tmp_path / "answers.py", tmp_path / "tests.py"
+    answers.write_text("while True:\n    pass\n")
+    tests.write_text(TESTS)
+    with pytest.raises(UserError, match="answers.py: its import took longer than 1 s: does a loop end"):
+        list(check_apart(answers, tests, limit=1))
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(
@@ -347,6 +404,7 @@ def test_an_unknown_number_stops_make_tutorials():
     [
         ("# %%\nassert 1 == 1\n", 60, ""),
         ("# %%\nx = 1\nassert x == 2, 'x is not two'\n", 60, "in the cell 'x = 1': AssertionError: x is not two"),
+        ("# %%\n\n\n1 / 0\n", 60, "in the cell '1 / 0': ZeroDivisionError: division by zero"),
         ("# %%\nimport time\n\ntime.sleep(600)\n", 4, "took longer than 4 s"),
     ],
 )

@@ -40,8 +40,8 @@ from refengine.verify.attention_oracle import prompt_attention
 Softmax divides by a sum over all keys, and needs the largest score first. Must the kernel keep a row's scores until it has seen
 the last key?
 
-For a prompt of 4,096 tokens and 24 heads the scores would be 400 million numbers in each layer. No kernel stores them. It goes
-through the keys in pieces, keeps very little for each row, and mends what it has when a larger score turns up.
+For a prompt of 4,096 tokens and 24 heads the scores would be 400 million numbers in each layer. The kernel does not store
+them. It goes through the keys in pieces, keeps very little for each row, and mends what it has when a larger score turns up.
 """
 
 # %%

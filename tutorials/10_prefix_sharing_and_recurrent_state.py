@@ -324,7 +324,8 @@ manual fills in part, is another page for each. And everyone has a recurrent sta
 ## What production engines do
 
 * vLLM keys each full block by a hash of its tokens and the hash of the block before, as here. Blocks that are full in part are
-  not shared. Who trusts a hash needs one for which nobody can make two texts alike: vLLM can be told to use SHA-256.
+  not shared. Who trusts a hash needs one for which nobody can make two texts alike: vLLM takes SHA-256
+  unless told otherwise.
 * SGLang keeps prompts in a *radix tree*, whose edges are runs of tokens. Two prompts part where the tree branches.
   It calls this RadixAttention.
 * Both throw out what was used longest ago, as here.

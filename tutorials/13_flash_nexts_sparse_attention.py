@@ -399,8 +399,8 @@ picture("13-lists", figure)
 * vLLM has this model's attention on pages. Its raw index keys lie in a small ring for each request, for they are
   needed only until their block is complete. Pooled keys have a cache with a table of their own. Here both lie in the
   page: of these layers, a prefix is its pages and nothing else (tutorial 12 has the layers that need more).
-* The order of ties is not promised: PyTorch's `topk`, which Hugging Face's code takes, says nothing about it. Then
-  two correct engines may read different blocks.
+* The order of ties is not promised: PyTorch says of its `topk`, which Hugging Face's code takes, that it may
+  vary from call to call. Then two correct engines may read different blocks.
 
 ## Next
 

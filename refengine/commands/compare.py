@@ -18,11 +18,11 @@ from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import load_weights
 from refengine.commands.inputs import check_attention, check_pages, find_model, given_bytes, machine_gib
-from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
 from refengine.model import Model, cache_shape, check_dims, open_model
+from refengine.names import known_name
 from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores
 from refengine.serve.side_by_side import run_all as side_by_side

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from backends.base import backend_names
 from refengine.commands import limits
-from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, read_report, show, write_report
 from refengine.contract import limit_records
 from refengine.contract.backend import PREFIX
@@ -23,6 +22,7 @@ from refengine.contract.runner import Order, results, table_of, tasks
 from refengine.cores import usable_cores
 from refengine.device import open_device
 from refengine.errors import UserError
+from refengine.names import known_name
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = "contract_h200*.json"

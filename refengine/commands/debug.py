@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from io import StringIO
 from typing import TextIO
 
 from kernels_numba.machine import KernelError
@@ -36,8 +37,7 @@ def run(request: Request, stdin: TextIO | None = None) -> int:
         raise UserError(f"--lane {request.lane}: at least 0")
     if not request.prompt and (request.stops or request.lane is not None):
         raise UserError("--no-prompt: an editor stops it; leave out --break and --lane")
-    source = stdin if stdin is not None or sys.stdin.isatty() else sys.stdin
-    debugger = KernelPdb(request.lane, request.stops, source, sys.stdout)
+    debugger = KernelPdb(request.lane, request.stops, stdin or piped(), sys.stdout)
     around = debugger.around if request.prompt else lambda function: function
     print(f"{wish.kernel}, block {wish.block_number}" + (f". {HINT}" if request.prompt else ", no prompt"))
     make = checked_launch() if request.checked else Launch
@@ -51,3 +51,10 @@ def run(request: Request, stdin: TextIO | None = None) -> int:
         print(f"FAULT {fault}")
         return 1
     return 0
+
+
+def piped() -> TextIO | None:
+    """Where commands are piped in from: nowhere if stdin is closed, which ends them; None for a terminal."""
+    if sys.stdin is None:
+        return StringIO()
+    return None if sys.stdin.isatty() else sys.stdin

@@ -17,11 +17,11 @@ from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import Checkpoint, load_mtp, load_weights
 from refengine.commands.inputs import check_attention, check_pages, find_model, machine_gib
-from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
 from refengine.model import cache_shape, check_dims, open_head, open_model
+from refengine.names import known_name
 from refengine.registry import ModelSpec
 from refengine.serve.side_by_side import cores, run_all
 from refengine.verify.equalities import FAILED, HELD, TITLES, UNCHECKED, WINDOW_ROWS, Check, count, drafters, verdict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,21 +13,21 @@ from rich.table import Table
 
 from backends.base import backend_names
 from refengine.checkpoint import load_weights
+from refengine.commands.choice_words import choice_body, choice_words
 from refengine.commands.compare import Request as Compare
 from refengine.commands.compare import build_all, check, prompt_of, room, rotated
 from refengine.commands.inputs import find_model
-from refengine.commands.names import known_name
+from refengine.commands.recorded import Recorded, check_alike, parts_of, recorded
 from refengine.commands.report import check_report, progress_bar, show, write_report
 from refengine.device import open_device
 from refengine.errors import UserError
 from refengine.model import check_dims, open_model
+from refengine.names import known_name
 from refengine.verify.compare import Arm, first_difference
 from refengine.verify.explain import Parting, Place, Reading, Side, first_place, parting, read_at
 from refengine.verify.fold_watch import FoldState
 from refengine.verify.planted import FAULTS, Fault
 
-SHARED = ("model", "prompt", "prompt_tokens", "tokens", "parallel", "prompt_rows", "context", "seed")
-"""What two runs must have in common: else they differ because they were asked for different things."""
 SHOWN = 24
 """Fold states of a table, at most: the last ones before the runs part."""
 
@@ -43,26 +42,13 @@ class Request:
     device: str
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """An arm of a report of compare. report: the file and the backend, as given."""
-
-    report: str
-    request: Compare
-    arm: dict[str, Any]
-
-    @property
-    def backend(self) -> str:
-        return self.arm["backend"]
-
-
 def run(request: Request, json: Path | None) -> int:
     """Explain and show; the exit status: 0 where nothing parts, else 1. Raises UserError for reports that cannot be used."""
     check_report(json)
     a = recorded(request.a, None)
-    b = recorded(request.b or request.a.partition(":")[0], a)
-    check_alike(a, b)
+    b = recorded(request.b or parts_of(request.a)[0], a)
     fault = planted(request.plant)
+    check_alike(a, b, fault)
     sides = both_sides(a, b, fault, request.device)
     with progress_bar() as bar:
         task = bar.add_task("running both", total=2)
@@ -85,48 +71,6 @@ def run(request: Request, json: Path | None) -> int:
 
 
 # --- The two runs -----------------------------------------------------------------------------------------------------
-
-
-def recorded(given: str, other: Recorded | None) -> Recorded:
-    """The arm that FILE or FILE:BACKEND names. other: the one to differ from, where no backend is given.
-
-    Raises UserError for a file that is no report of compare, or a backend that it does not have.
-    """
-    name, _, backend = given.partition(":")
-    request, arms = read_report(Path(name))
-    if backend:
-        known_name(f"{name}: backend", backend, [arm["backend"] for arm in arms])
-    chosen = [arm for arm in arms if not backend or arm["backend"] == backend]
-    if other is not None and not backend and name == other.report.partition(":")[0]:
-        chosen = [arm for arm in arms if arm["backend"] != other.backend]
-        chosen.sort(key=lambda arm: arm["attention_hash"] == other.arm["attention_hash"])
-        if not chosen:
-            raise UserError(f"{name}: has one backend only; name a second report")
-    return Recorded(f"{name}:{chosen[0]['backend']}", request, chosen[0])
-
-
-def read_report(path: Path) -> tuple[Compare, list[dict[str, Any]]]:
-    """The request and the arms of a report. Raises UserError for a file that is none."""
-    try:
-        body = json_text.loads(path.read_text())
-        given = {**body["request"], "backends": tuple(body["request"]["backends"])}
-        arms = body["arms"]
-        if not arms or not all({"backend", "attention_hash"} <= set(arm) for arm in arms):
-            raise KeyError("arms")
-        return Compare(**given), arms
-    except OSError as problem:
-        raise UserError(f"{path}: {problem.strerror}; name a file of compare --json") from problem
-    except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path}: is no report of compare; make one with compare --json") from problem
-
-
-def check_alike(a: Recorded, b: Recorded) -> None:
-    """Refuse runs of different requests, and a run with itself."""
-    for name in SHARED:
-        x, y = getattr(a.request, name), getattr(b.request, name)
-        if x != y:
-            flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
-            raise UserError(f"{flag}: {x} in {a.report}, {y} in {b.report}; explain takes two runs of one request")
 
 
 def planted(name: str | None) -> Fault | None:
@@ -187,30 +131,40 @@ def told(
     why = cause(a, b, readings, found)
     line = f"PARTED {where}; {why}"
     states = [[state_body(*one) for one in reading.states] for reading in readings]
-    body = {"place": asdict(place), "key": key_body(found), "step": found.step, "cause": why, "folds": states}
+    body = {
+        "place": asdict(place), "choice": choice_body(found.choice), "key": key_body(found), "step": found.step,
+        "cause": why, "folds": states,
+    }  # fmt: skip
     return line, {"verdict": line, **body}
 
 
 def cause(a: Recorded, b: Recorded, readings: list[Reading], found: Parting) -> str:
     """Why they part, as far as what was read says."""
+    said = [choice_words((a.backend, b.backend), found.choice)] if found.choice is not None else []
     if found.queries_differ:
-        return "the row's query differs already: what parts lies before this attention"
-    tables = [f"{one.backend}: {r.wrong_entry}" for one, r in zip((a, b), readings) if r.wrong_entry]
-    if found.key is not None:
-        x, y = found.key
-        read = (
-            f"the first key that differs is position {x.position}, its {found.plane} row: {x.where} against {y.where}"
-        )
-        return "; ".join([read, *tables])
+        return "; ".join([*said, "the row's query differs already: what parts lies before this attention"])
     kernels = [reading.states[0][0] for reading in readings if reading.states]
-    if len(set(kernels)) > 1:
+    if found.key is not None:
+        said.append(key_words(found))
+    elif found.choice is None and len(set(kernels)) > 1:
         return f"query and keys are equal: {kernels[0]} and {kernels[1]} sum them in different orders"
-    return "; ".join(["query and keys are equal: the sums of the kernel itself differ", *tables])
+    elif found.choice is None:
+        said.append("query and keys are equal: the sums of the kernel itself differ")
+    return "; ".join([*said, *(f"{one.backend}: {r.wrong_entry}" for one, r in zip((a, b), readings) if r.wrong_entry)])
+
+
+def key_words(found: Parting) -> str:
+    """The first key whose rows differ."""
+    assert found.key is not None
+    x, y = found.key
+    both = "key of both" if found.choice is not None else "key"
+    return f"the first {both} that differs is position {x.position}, its {found.plane} row: {x.where} against {y.where}"
 
 
 def table(a: Recorded, b: Recorded, readings: list[Reading], found: Parting) -> Table:
     """Both folds, tile by tile, until they part."""
-    shown = Table("keys from", f"{a.backend}: kernel", "m", "l", "o", f"{b.backend}: kernel", "m", "l", "o", "")
+    first = "keys from" if readings[0].choice is None else "entries from"
+    shown = Table(first, f"{a.backend}: kernel", "m", "l", "o", f"{b.backend}: kernel", "m", "l", "o", "")
     end = None if found.step is None else found.step + 1
     pairs = list(enumerate(zip(readings[0].states[:end], readings[1].states)))
     for number, ((left, x), (right, y)) in pairs[-SHOWN:]:

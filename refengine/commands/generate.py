@@ -12,12 +12,12 @@ from kernels_numba.fp8 import KV_TYPES
 from kernels_numba.machine import KernelError, SetupError
 from refengine.checkpoint import Checkpoint, load_mtp, load_weights
 from refengine.commands.inputs import check_pages, find_model, given_bytes, machine_gib
-from refengine.commands.names import known_name
 from refengine.commands.reply import Reply, generate
 from refengine.commands.report import check_report, write_report
 from refengine.device import Device, open_device
 from refengine.errors import UserError
 from refengine.model import cache_shape, check_dims, open_head, open_model
+from refengine.names import known_name
 from refengine.registry import ModelSpec
 from refengine.serve.drafters import Drafter, JoinedDrafter, MtpDrafter, NgramDrafter
 from refengine.serve.replies import NoToken

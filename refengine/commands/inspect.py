@@ -15,10 +15,10 @@ from backends.base import backend_class, backend_names
 from kernels_numba.machine.compiler import Capability, architecture
 from kernels_numba.machine.modes import Noted
 from kernels_numba.machine.records import ARCHITECTURES, Record, ptx_text, records, sass_text
-from refengine.commands.names import known_name
 from refengine.commands.report import check_report, progress_bar, read_report, show, write_report
 from refengine.errors import UserError
 from refengine.model import check_dims
+from refengine.names import known_name
 from refengine.registry import load_model
 from refengine.verify.launches import arguments, launches
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from refengine.checkpoint import open_checkpoint
 from refengine.checkpoint.config import CONFIG, config_of, spec_beside
 from refengine.checkpoint.files import Stored, list_tensors
-from refengine.commands.names import known_name
 from refengine.commands.report import check_report, show, write_report
 from refengine.errors import UserError
+from refengine.names import known_name
 from refengine.registry import ModelSpec, Tensor, available, load_model
 from refengine.registry.family import load_family
 

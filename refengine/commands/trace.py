@@ -37,8 +37,7 @@ def run(request: Request, json: Path | None) -> int:
     """Trace and write; the exit status: 0, or 1 where a fault is found. Raises UserError, NoSuchBlock."""
     wish = replace(request.wish, kernel=kernel_named(request.wish.kernel))
     out = request.out or Path(f"trace-{wish.kernel}.html")
-    check(request, out)
-    check_report(json)
+    check(request, out, json)
     kernel, block = wish.kernel, wish.block_number
     try:
         found, trace = run_in(wish, lambda: traced(kernel, block), lambda one: one.mode is not None)
@@ -60,10 +59,13 @@ def run(request: Request, json: Path | None) -> int:
     return 1 if fault else 0
 
 
-def check(request: Request, out: Path) -> None:
-    """Refuse files that cannot be written, before the work."""
-    check_report(out, "--out")
-    check_report(request.svg, "--svg")
+def check(request: Request, out: Path, json: Path | None) -> None:
+    """Refuse files that cannot be written, or that two flags name, before the work."""
+    taken: dict[Path, str] = {}
+    for flag, path in (("--out", out), ("--svg", request.svg), ("--json", json)):
+        check_report(path, flag)
+        if path is not None and (other := taken.setdefault(path.resolve(), flag)) != flag:
+            raise UserError(f"{flag} {path}: is the file of {other}; name another")
     if request.step is not None and request.svg is None:
         raise UserError(f"--step {request.step}: is for the still; name its file with --svg")
 

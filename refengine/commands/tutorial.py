@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from refengine.commands.report import write_whole
 from refengine.errors import UserError
-from refengine.lab.exercises import OK, Outcome, check_answers
+from refengine.lab.answers_apart import LIMIT, check_apart
+from refengine.lab.exercises import OK, Outcome
 from refengine.lab.tutorials import Tutorial, find_tutorial
 
 ANSWERS = Path("answers")
@@ -23,24 +25,26 @@ def start(number: str, folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(f"{folder}: cannot be made: {problem.strerror}; name another folder") from problem
-    place = "" if folder == ANSWERS else f" --answers {folder}"
+    place = "" if folder == ANSWERS else f" --answers {quote(str(folder))}"
     write_whole(path, tutorial.exercise("stub").read_bytes(), "FOLDER")
     print(f"{path}: fill in its functions, then run: refengine tutorial check {tutorial.number}{place}")
     return 0
 
 
-def check(number: str, folder: Path, solution: bool) -> int:
-    """Run the exercises' tests and show each; the exit status. Raises UserError where there is nothing to check."""
+def check(number: str, folder: Path, solution: bool, limit: float = LIMIT) -> int:
+    """Run the exercises' tests, each for at most ``limit`` seconds, and show each; the exit status. Raises UserError where there
+    is nothing to check."""
     tutorial = find_tutorial(number)
     path = tutorial.exercise("solution") if solution else answers_of(tutorial, folder)
     if not path.exists():
-        place = "" if folder == ANSWERS else f" {folder}"
+        place = "" if folder == ANSWERS else f" {quote(str(folder))}"
         raise UserError(
             f"{path}: not in {path.parent.absolute()}; begin with: refengine tutorial start {tutorial.number}{place}"
         )
-    outcomes = check_answers(path, tutorial.tests)
-    for outcome in outcomes:
-        print("\n".join(lines(outcome)))
+    outcomes = []
+    for outcome in check_apart(path, tutorial.tests, limit):
+        print("\n".join(lines(outcome)), flush=True)
+        outcomes.append(outcome)
     passed = sum(outcome.state == OK for outcome in outcomes)
     print(f"TUTORIAL {tutorial.number} {passed} of {len(outcomes)} passed")
     return 0 if passed == len(outcomes) else 1

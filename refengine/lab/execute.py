@@ -66,7 +66,7 @@ def failed_line(notebook: Any) -> str:
     """The first line of the cell that failed."""
     for cell in notebook.cells:
         if any(output.output_type == "error" for output in cell.get("outputs", [])):
-            return f"in the cell {cell.source.splitlines()[0]!r}"
+            return f"in the cell {cell.source.strip().splitlines()[0]!r}"
     return "outside a cell"
 
 

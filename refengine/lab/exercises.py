@@ -27,6 +27,8 @@ SIDE = 60
 """Characters of a value in it."""
 CALL = re.compile(r"\w+\(.*\)")
 """What a place in square brackets can follow."""
+Check = Callable[[ModuleType], None]
+"""A test: takes the module of answers."""
 _numbers = itertools.count()
 
 
@@ -41,13 +43,17 @@ class Outcome:
 
 
 def check_answers(answers: Path, tests: Path) -> list[Outcome]:
-    """Every test of a file against the answers of another, in order.
+    """Every test of a file against the answers of another, in order, here and without a limit (check_apart has one).
 
     Raises UserError where a file cannot be imported.
     """
-    module, checks = load(answers), load(tests)
-    found = [check for name, check in vars(checks).items() if name.startswith("test_") and callable(check)]
-    return [outcome(check, module, answers) for check in found]
+    module = load(answers)
+    return [outcome(check, module, answers) for check in checks_of(tests)]
+
+
+def checks_of(tests: Path) -> list[Check]:
+    """The tests of a file, in order. Raises UserError where it cannot be imported."""
+    return [check for name, check in vars(load(tests)).items() if name.startswith("test_") and callable(check)]
 
 
 def load(path: Path) -> ModuleType:
@@ -67,10 +73,14 @@ def load(path: Path) -> ModuleType:
         raise UserError(f"{path}: {where(problem, path)}{type(problem).__name__}: {problem}") from problem
 
 
-def outcome(check: Callable[[ModuleType], None], answers: ModuleType, path: Path) -> Outcome:
+def named(check: Check) -> tuple[str, str]:
+    """(name, title) of a test."""
+    return check.__name__, (check.__doc__ or check.__name__).strip().splitlines()[0].rstrip(".")
+
+
+def outcome(check: Check, answers: ModuleType, path: Path) -> Outcome:
     """Run one test."""
-    name = check.__name__
-    title = (check.__doc__ or name).strip().splitlines()[0].rstrip(".")
+    name, title = named(check)
     try:
         with np.errstate(all="ignore"):
             check(answers)
@@ -133,8 +143,8 @@ def expect_array(
         raise AssertionError(f"{what}{between}{place} is {shown(found[at], bits)}, not {shown(wanted[at], bits)}")
 
 
-def short(value: Any) -> str:
-    return one_line(shown(value), SIDE)
+def short(value: Any, longest: int = SIDE) -> str:
+    return one_line(shown(value), longest)
 
 
 def parting(found: Any, wanted: Any) -> str:
@@ -145,14 +155,18 @@ def parting(found: Any, wanted: Any) -> str:
         return ""
     at = next((i for i, (a, b) in enumerate(zip(found, wanted)) if a != b), min(len(found), len(wanted)))
     if isinstance(found, str):
-        return f": after {at} characters {short(found[at:] or 'the end')}, not {short(wanted[at:] or 'the end')}"
-    here, there = (short(side[at]) if at < len(side) else "the end" for side in (found, wanted))
+        return (
+            f": after {at} characters {short(found[at:], 30) or 'the end'}, not {short(wanted[at:], 30) or 'the end'}"
+        )
+    here, there = (short(side[at], 30) if at < len(side) else "the end" for side in (found, wanted))
     return f": the first that differs is [{at}], {here}, not {there}"
 
 
 def type_name(value: Any) -> str:
-    """Python's name of a type; NumPy's whole numbers count as ints."""
-    return "int" if isinstance(value, np.integer) else type(value).__name__
+    """Python's name of a type; NumPy's whole numbers count as ints, its other real numbers as floats."""
+    if isinstance(value, (np.integer, np.floating)):
+        return "int" if isinstance(value, np.integer) else "float"
+    return type(value).__name__
 
 
 def shown(value: Any, bits: bool = False) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from backends.layout import LAYOUTS
 from kernels_numba.machine.checked import CheckedLaunch
-from refengine.commands.names import known_name
 from refengine.contract.attention import AttentionCase
 from refengine.contract.entry import Entry, Inputs, product_modules
 from refengine.contract.gates import this_device
 from refengine.contract.registry import entries
 from refengine.contract.workbench import NAN, Workbench
 from refengine.errors import UserError
+from refengine.names import known_name
 from refengine.verify.attention_bits import Heads
 
 Block = tuple[int, int, int]
@@ -82,12 +82,26 @@ def run_in(wish: Wish, mode: Callable[[], AbstractContextManager[Any]], launched
 
     Raises UserError for flags that its cases do not have, NoSuchBlock, and KernelError for what stops the kernel.
     """
-    for found in cases(wish):
-        with mode() as result:
-            found.launch()
-        if launched(result):
-            return found, result
+    with as_flags_say(wish):
+        for found in cases(wish):
+            with mode() as result:
+                found.launch()
+            if launched(result):
+                return found, result
     raise UserError(f"{wish.kernel}: no case of the contract with these flags launches it; leave some out")
+
+
+@contextmanager
+def as_flags_say(wish: Wish) -> Iterator[None]:
+    """A case that cannot be made or launched as the flags say is refused in their name. Raises UserError."""
+    flags = (("--layout", wish.layout), ("--page-size", wish.page_size), ("--rows", wish.rows))
+    given = " ".join(f"{flag} {value}" for flag, value in flags if value is not None)
+    try:
+        yield
+    except (ValueError, IndexError) as problem:
+        if not given:
+            raise
+        raise UserError(f"{given}: no launch of {wish.kernel} can be made with that: {problem}") from problem
 
 
 def cases(wish: Wish) -> Iterator[Launchable]:
@@ -103,18 +117,23 @@ def changed(case: Any, wish: Wish) -> Any:
     """The case with what the flags say. Raises UserError for a flag that it has nothing for."""
     has = {field.name for field in fields(case)}
     if wish.layout is not None or wish.page_size is not None:
-        if not {"layout", "ptok"} <= has:
+        if not {"layout", "ptok"} <= has or case.layout not in LAYOUTS:
             flag = "--layout" if wish.layout is not None else "--page-size"
             raise UserError(f"{flag}: {wish.kernel} reads no pages here; leave it out")
         case = replace(case, **form(case, wish))
     if wish.rows is not None:
-        if "streams" not in has:
+        if not isinstance(getattr(case, "streams", None), tuple):
             raise UserError(f"--rows: {wish.kernel} takes no rows of a stream here; leave it out")
         if wish.rows < 1:
             raise UserError(f"--rows {wish.rows}: at least 1")
         (_, committed), *others = case.streams
         case = replace(case, streams=((wish.rows, committed), *others))
     return case
+
+
+def named_form(layout: str) -> str:
+    """A layout as --layout has it."""
+    return next((name for name, (of_form, _) in FORMS.items() if of_form == layout), layout)
 
 
 def form(case: Any, wish: Wish) -> dict[str, Any]:
@@ -124,6 +143,8 @@ def form(case: Any, wish: Wish) -> dict[str, Any]:
         if wish.page_size < 1:
             raise UserError(f"--page-size {wish.page_size}: at least 1")
         if LAYOUTS[layout].page is not None or layout == "window":
-            raise UserError(f"--page-size {wish.page_size}: {wish.layout} has no choice of it; use --layout paged")
+            raise UserError(
+                f"--page-size {wish.page_size}: {named_form(layout)} has no choice of it; use --layout paged"
+            )
         ptok = wish.page_size
     return {"layout": layout, "ptok": ptok}

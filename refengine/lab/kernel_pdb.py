@@ -8,11 +8,13 @@ from __future__ import annotations
 import linecache
 import pdb
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
 from kernels_numba.machine.frontend import Program
-from kernels_numba.machine.place import kernel_frames, program_of, spot_of, statement_line, turns_of
+from kernels_numba.machine.place import kernel_frames, program_of, spot_of, statement_line, statements, turns_of
+from refengine.errors import UserError
 from refengine.lab.lane_view import active, names, runs, summary, variables
 from refengine.lab.trace_data import module_file, shown_turns
 
@@ -30,14 +32,18 @@ class KernelPdb(pdb.Pdb):
     ):  # fmt: skip
         super().__init__(stdin=stdin, stdout=stdout, nosigint=True, readrc=False)
         self.use_rawinput = stdin is None
-        self.prompt, self.lane, self.left = "(kernel) ", lane, False
+        self.prompt, self.lane, self.stops, self.left = "(kernel) ", lane, stops, False
         self.lines: dict[FrameType, int] = {}
         self.cmdqueue += [*(f"break {stop}" for stop in stops), *(["continue"] if stops else [])]
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The lock-step function under this debugger. What stops it can be looked at before it goes on upward."""
+        """The lock-step function under this debugger. What stops it can be looked at before it goes on upward.
+
+        It raises UserError for a lane or a breakpoint that the block does not have.
+        """
 
         def debugged(*args: Any) -> None:
+            self.check(function.__globals__["__lockstep__"], args[0].threads)
             try:
                 self.runcall(function, *args)
             except Exception as fault:
@@ -50,6 +56,17 @@ class KernelPdb(pdb.Pdb):
                 self.message("the block has run to its end")
 
         return debugged
+
+    def check(self, kernel: Program, threads: int) -> None:
+        """Raise UserError for a lane or a breakpoint that the kernel's block does not have."""
+        if self.lane is not None and self.lane >= threads:
+            raise UserError(f"--lane {self.lane}: the block has {threads} threads; name one below that")
+        for stop in self.stops:
+            if not stops_in(reached(kernel), stop.partition(",")[0].strip()):
+                names = ", ".join(program.name for program in reached(kernel))
+                raise UserError(
+                    f"--break {stop}: no line of code of {kernel.name}, nor a function that it calls: {names}"
+                )
 
     def set_quit(self) -> None:
         """The block is left where it stands."""
@@ -195,7 +212,37 @@ class KernelPdb(pdb.Pdb):
 
     def programs(self) -> list[Program]:
         """The kernel and every device function that it may come to."""
-        found = [self.stack[0][0].f_globals["__lockstep__"]] if self.stack else []
-        for program in found:
-            found += [p for p in program.devices if p not in found]
-        return found
+        return reached(self.stack[0][0].f_globals["__lockstep__"]) if self.stack else []
+
+    def do_run(self, arg: str) -> None:
+        """run: not here; a block runs once."""
+        self.error("a block runs once; quit, and debug it again")
+
+    do_restart = do_run
+
+
+# --- Where one can stop -------------------------------------------------------------------------------------------------
+
+
+def reached(kernel: Program) -> list[Program]:
+    """A kernel and every device function that it may come to."""
+    found = [kernel]
+    for program in found:
+        found += [p for p in program.devices if p not in found]
+    return found
+
+
+def stops_in(programs: Sequence[Program], stop: str) -> bool:
+    """Whether a breakpoint is a function's name, LINE of the first one's file or FILE:LINE, where code stands."""
+    file, _, line = stop.rpartition(":")
+    if not line.isdecimal():
+        return stop in [program.name for program in programs]
+    named = Path(file or programs[0].filename).stem
+    return any(Path(p.filename).stem == named and has_code(p, int(line)) for p in programs)
+
+
+def has_code(program: Program, line: int) -> bool:
+    """Whether a line of a file is one of a function's statements, no comment and not empty."""
+    text = linecache.getline(program.filename, line).strip()
+    inside = any(s.lineno <= line <= (s.end_lineno or s.lineno) for s in statements(program))
+    return inside and bool(text) and not text.startswith("#")

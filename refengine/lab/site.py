@@ -149,7 +149,15 @@ def navigation() -> list[Any]:
         {"Start": "README.md"},
         {"Paging": "docs/paging.md"},
         {"Tutorials": ["tutorials/README.md", *({f"{t.number} {t.title}": str(place(t.path))} for t in tutorials())]},
-        {"Guides": of("docs/add_a_model.md", "docs/add_a_backend.md", "docs/port_a_kernel.md", "CONTRIBUTING.md")},
+        {
+            "Guides": of(
+                "docs/add_a_model.md",
+                "docs/add_a_backend.md",
+                "docs/port_a_kernel.md",
+                "docs/debugging.md",
+                "CONTRIBUTING.md",
+            )
+        },
         {"Dialect": "docs/dialect.md"},
         {"Faults": "docs/faults.md"},
         {"Specification": ["docs/spec/README.md", *spec]},
@@ -177,6 +185,13 @@ def loads_from_elsewhere(site: Path) -> list[str]:
     return found
 
 
+def gathered_before(folder: Path) -> bool:
+    """Whether a folder may be emptied: it is not there, or has nothing but what is gathered."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {"pages", "mkdocs.yml"}
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Where the pages go; of --offline, the built site.")],
     offline: Annotated[
@@ -186,9 +201,14 @@ def main(
     """Gather the pages of the docs site, or look for what a built one loads from elsewhere."""
     if offline:
         found = loads_from_elsewhere(folder)
+        if not (folder / "index.html").exists():
+            found.append(f"{folder}: has no index.html; build the site first")
         for line in found:
             typer.echo(line, err=True)
-        raise typer.Exit(1 if found or not (folder / "index.html").exists() else 0)
+        raise typer.Exit(1 if found else 0)
+    if not gathered_before(folder):
+        typer.echo(f"site: {folder}: holds other things than gathered pages; name a new folder", err=True)
+        raise typer.Exit(2)
     shutil.rmtree(folder, ignore_errors=True)
     Site(folder / "pages").gather()
     text = yaml.safe_dump(configuration(folder / "pages", ROOT / "site"), sort_keys=False, allow_unicode=True)

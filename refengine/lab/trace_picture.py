@@ -26,8 +26,8 @@ MOST_LIT = 160
 PALETTE, RULE = re.compile(r"^ *svg \{([^}]*)\}\n", re.MULTILINE), re.compile(r"([^{}]+)\{([^}]*)\}")
 VARIABLE, USE = re.compile(r"(--\w+): ([^;]+);"), re.compile(r"var\((--\w+)\)")
 """In a style: where variables are set, a rule, one that is set, one that is used."""
-Lookup = tuple[int, int, str, str]
-"""Entry of a page table, the page that it names, who looked it up, and the line that asked."""
+Lookup = tuple[int, int, int, str, str]
+"""Entry of a page table, the page that it names, how often a thread looked it up, who did, and the line that asked."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class MemoryPicture:
                 for entry in self.cache.entries(op.source):
                     events = [int((asked == self.cache.first_entry + entry).sum()) for asked in op.sources]
                     who = askers([count for count in events if count])
-                    yield entry, self.cache.table[entry], who, f"{asks.program.name}:{asks.line}"
+                    yield entry, self.cache.table[entry], sum(events), who, f"{asks.program.name}:{asks.line}"
 
     def lit_by(self, op: Op, entries: list[int]) -> Iterator[Rect]:
         """What an op reads and writes. entries: of the page table that its step looked up."""

@@ -16,11 +16,11 @@ import numpy as np
 
 from kernels_numba.flash_next.pages import BLOCK
 from kernels_numba.machine.modes import watched
-from kernels_numba.streams import COMMITTED, FIRST
 from refengine.registry import ModelSpec
 
 from .chains.experts import EXPERTS
 from .chains.indexer import KEYS
+from .key_choice import row_list
 from .layer_bounds import Bounded
 from .oracles import Array
 
@@ -50,11 +50,9 @@ def choices_of(rows: int) -> Iterator[dict[str, Array]]:
 
 def keys_read(args: Mapping[str, Any], rows: int) -> Array:
     """bool [R, rows]: the keys that each row of a launch of fn_attn_chunks reads. A key past the sequence makes a row empty."""
-    streams, listed, budget = args["streams"], args["listed"], int(args["budget"])
     read = np.zeros((len(args["rows"]), rows), bool)
-    for row, stream in enumerate(args["rows"]):
-        end = int(streams[stream, COMMITTED] + row - streams[stream, FIRST]) + 1
-        keys = np.arange(end) if end // BLOCK <= budget else listed[row, : BLOCK * budget + end % BLOCK]
+    for row in range(len(read)):
+        keys = row_list(args, row)
         if ((keys >= 0) & (keys < rows)).all():
             read[row, keys] = True
     return read

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
+from kernels_numba.decode_attention import TILE as DECODE_TILE
 from kernels_numba.decode_scalar import LANES
 from kernels_numba.machine import cpu
 from kernels_numba.machine.frontend import Program
@@ -45,7 +46,10 @@ class Element:
 
 @dataclass(frozen=True)
 class FoldState:
-    """The fold before any key (key None), or after the tile that starts at ``key``: running maximum, sum, unscaled output."""
+    """The fold before any key (key None), or after the tile that starts at ``key``: running maximum, sum, unscaled output.
+
+    key: a position; of sparse attention an entry of the row's list.
+    """
 
     key: int | None
     m: np.float32
@@ -140,13 +144,22 @@ def scalar_seats(e: Element, args: Arguments, grid: Grid) -> Iterator[Seat]:
         )  # fmt: skip
 
 
+def chunk_seats(e: Element, args: Arguments, grid: Grid) -> Iterator[Seat]:
+    """fn_attn_chunks: a program for each 512 entries of the row's list; keys are counted by entry."""
+    for chunk in range(grid[2]):
+        yield tile_seat((e.row, e.kv_head, chunk), e.place, e, lambda held: int(held["first"]) - DECODE_TILE)
+
+
 SEATS: dict[str, tuple[str, Callable[[Element, Arguments, Grid], Iterator[Seat]]]] = {
     "prompt_attention": ("tile", prompt_seats),
     "decode_rows": ("tile", rows_seats),
     "decode_partial": ("tile", partial_seats),
     "decode_scalar": ("n", scalar_seats),
+    "fn_attn_chunks_kernel": ("tile", chunk_seats),
 }
 """Of each attention kernel the variable of its loop over tiles, and who holds an element."""
+SLICED = ("decode_scalar", "fn_attn_chunks_kernel")
+"""Kernels of which a pass has a launch for each slice of its rows; grid.x is those of the slice."""
 
 
 # --- Watching ---------------------------------------------------------------------------------------------------------
@@ -156,7 +169,7 @@ class FoldWatch:
     """A mode of the CPU machine: launches run as they are; the blocks that hold an element run once more, watched.
 
     folds: what they held, in order of their launch, which is that of their keys. done: rows of earlier launches of a kernel
-    that takes slices.
+    of SLICED.
     """
 
     def __init__(self, element: Element):
@@ -175,13 +188,13 @@ class FoldWatch:
             return
         variable, seats = SEATS[program.name]
         element = self.element
-        if program.name == "decode_scalar":
-            element = Element(element.row - self.done, element.head, element.dim, element.group, element.dims)
+        if program.name in SLICED:
+            element = replace(element, row=element.row - self.done)
             self.done += grid[0]
             if not 0 <= element.row < grid[0]:
                 return
         for seat in seats(element, dict(zip(program.params, args)), grid):
-            fold = Fold(program.name, seat.block)
+            fold = Fold(program.name.removesuffix("_kernel"), seat.block)
             watched = watching(cpu.stepped(program), program, variable, seat, fold)
             cpu.run(program, watched, grid, threads, shared_bytes, args, only=seat.block)
             if len(fold.states) > 1:

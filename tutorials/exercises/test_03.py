@@ -42,6 +42,8 @@ def test_fold_of_masked_keys(answers):
     inf, values = np.inf, np.array([[3.0], [100.0]])
     m, total, o = answers.fold(-inf, 0.0, np.zeros(1), np.array([0.0, -inf]), values)
     expect_close("(m, l, o) with key 1 masked", np.array([m, total, *o]), np.array([0.0, 1, 3]), 1e-12)
+    m, total, o = answers.fold(-inf, 0.0, np.zeros(1), np.array([-inf, 0.0]), values)
+    expect_close("(m, l, o) with key 0 masked", np.array([m, total, *o]), np.array([0.0, 1, 100]), 1e-12)
     for before in ((0.0, 1.0, 3.0), (-inf, 0.0, 0.0)):
         m, total, o = answers.fold(before[0], before[1], np.array([before[2]]), np.array([-inf, -inf]), values)
         expect("(m, l, o) after a masked tile", (float(m), float(total), float(o[0])), before)
@@ -67,6 +69,16 @@ def test_attend_is_attention(answers):
     for row in (0, 63, 64, 127, 128, 149):
         found = answers.attend(q[row, 0], recorded(k[:, 0], v[:, 0], []), row)
         expect_close(f"attend of row {row}", found, wanted[row, 0], 1e-12)
+
+
+def test_attend_of_large_scores(answers):
+    """3. attend: rows of 16 numbers, scores of thousands"""
+    q, k, v = np.random.default_rng(2).standard_normal((3, 100, 1, 16))
+    for size in (1, 1000):
+        wanted = prompt_attention(size * q, k, v, committed=0, scale=1 / 4).out
+        for row in (0, 64, 99):
+            found = answers.attend(size * q[row, 0], recorded(k[:, 0], v[:, 0], []), row)
+            expect_close(f"attend of row {row}", found, wanted[row, 0], 1e-9)
 
 
 def test_attend_fetches_no_more(answers):

@@ -75,19 +75,35 @@ def engine_tree(count):
     return row
 
 
+def expect_order(answers, count):
+    """merge of so many chunks folds in the order of the tree; folds into nothing more or less do not matter."""
+    wanted = engine_tree(count)
+    found = answers.merge([f"c{n}" for n in range(count)], lambda part, other: (part, other), "empty")
+    right = plain(found) == plain(wanted)
+    expect(f"merge of {count} chunk{'s' * (count != 1)}", written(found), written(found if right else wanted))
+
+
 def test_merge_has_the_order_of_the_tree(answers):
     """3. merge: the order in which it folds"""
-    for count, order in (
-        (1, "c0"),
-        (4, ((("c0", "c1"), "c2"), "c3")),
-        (6, (((("c0", "c1"), "c2"), "c3"), ("c4", "c5"))),
-        (9, None),
-    ):
-        wanted = engine_tree(count)
-        assert order in (plain(wanted), None)
-        found = answers.merge([f"c{n}" for n in range(count)], lambda part, other: (part, other), "empty")
-        what = f"merge of {count} chunk{'s' * (count > 1)}"
-        expect(what, written(found), written(wanted if plain(found) != plain(wanted) else found))
+    first, second = ((("c0", "c1"), "c2"), "c3"), ((("c4", "c5"), "c6"), "c7")
+    trees = {1: "c0", 4: first, 6: (first, ("c4", "c5")), 9: ((first, second), "c8")}
+    for count, tree in trees.items():
+        assert plain(engine_tree(count)) == tree
+        expect_order(answers, count)
+
+
+def test_merge_of_many_groups(answers):
+    """3. merge: many groups, one after the other; and no chunks"""
+    for count in (21, 0):
+        expect_order(answers, count)
+
+
+def test_zero_values_are_no_empty_part(answers):
+    """2. fold: a part whose values are zero counts"""
+    zero, part = (0.0, 1.0, np.zeros(1)), (0.0, 1.0, np.array([4.0]))
+    for one, other in ((zero, part), (part, zero)):
+        m, total, o = answers.fold(one, other)
+        expect_close("(m, l, o) of both", np.array([m, total, *o]), np.array([0.0, 2, 4]), 1e-12)
 
 
 def test_merge_is_attention(answers):

@@ -24,12 +24,12 @@ def test_cut_by_hand(answers):
     """2. cut: the tutorial's example"""
     scores = np.array([0, 1, 1, 3], np.float32)
     for budget, wanted in ((1, 3.0), (2, 1.0), (3, 1.0), (4, 0.0)):
-        expect(f"cut([0, 1, 1, 3], {budget})", answers.cut(scores, budget), wanted)
+        expect(f"cut([0, 1, 1, 3], {budget})", float(answers.cut(scores, budget)), wanted)
 
 
 def test_cut_of_equal_scores(answers):
     """2. cut: all scores zero"""
-    expect("cut([0, 0, 0, 0, 0], 2)", answers.cut(np.zeros(5, np.float32), 2), 0.0)
+    expect("cut([0, 0, 0, 0, 0], 2)", float(answers.cut(np.zeros(5, np.float32), 2)), 0.0)
 
 
 def test_taken_by_hand(answers):

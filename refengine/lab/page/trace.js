@@ -106,9 +106,10 @@ function showMemory(one) {
   const rects = one.lit.map(([x, y, width, height, look]) => shape("rect", { x, y, width, height, class: look }));
   const labels = one.labels.map(([x, y, text, look]) => shape("text", { x, y, class: look }, text));
   find("lit").replaceChildren(...rects, ...labels);
-  const told = one.lookups.map(([entry, page, who, where], n) =>
+  const told = one.lookups.map(([entry, page, times, who, where], n) =>
     `lookup ${n + 1}: entry ${entry} → page ${page}, ${who}, ${where}`);
-  find("lookups").textContent = told.join("; ") || "no page lookup in this step";
+  const counted = one.ops.filter(([kind, array]) => kind === "count" && array === "lookups").reduce((sum, op) => sum + op[6], 0);
+  find("lookups").textContent = told.join("; ") || (counted ? `${number(counted)} page lookups by threads` : "no page lookup in this step");
 }
 
 function showRows(one) {
