@@ -93,13 +93,13 @@ def test_streams_together_are_each_alone(spec, name, size):
 
 
 @pytest.mark.parametrize("size", [4, 16, 48])
-def test_tables_that_descend_give_the_bits_of_the_window(spec, size):
-    made = backend(spec, "paged", size, 2, shuffle=None, reverse=True)
+def test_tables_that_descend_give_the_bits_of_the_window(size):
+    made = backend(FLASH, "paged", size, 2, shuffle=None, reverse=True)
     stream = made.open()
     stream.grow(CONTEXT)
     assert stream.pages == sorted(stream.pages, reverse=True) and len(stream.pages) > 1
     stream.release()
-    assert replies(made, spec, PROMPTS[:2], 50) == alone(spec)[:2]
+    assert replies(made, FLASH, PROMPTS[:2], 50) == alone(FLASH)[:2]
 
 
 def test_a_stream_starts_clean_where_another_was(spec):
