@@ -49,10 +49,11 @@ class Model(ABC):
         backend.check_current(batch)
         if batch.drafted and set(batch.held) != self.recurrent_parts:
             raise BackendError("drafts: have not been through the model; run forward before finish")
-        path = batch.kept_path(backend.kept_rows(batch, accepted), self.xp)
-        for take in batch.held.values():
-            take(path)
-        batch.held.clear()
+        if batch.held:
+            path = batch.kept_path(backend.kept_rows(batch, accepted), self.xp)
+            for take in batch.held.values():
+                take(path)
+            batch.held.clear()
         backend.finish(batch, accepted)
 
     @property
