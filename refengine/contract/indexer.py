@@ -15,7 +15,7 @@ from kernels_numba import streams as columns
 from kernels_numba.flash_next.turns import Media
 from refengine.contract.attention import BLOCK, FORMS, AttentionCase, case_data, length_for
 from refengine.contract.caches import BLOCK_POSITIONS, Cache, StreamRows, build_cache
-from refengine.contract.entry import Control, Inputs
+from refengine.contract.entry import Control, Entry, Inputs
 from refengine.contract.gates import EXACT
 from refengine.contract.workbench import Array, Poison, Workbench, drawn, drawn_bf16
 from refengine.verify.attention_bits import Heads
@@ -81,6 +81,16 @@ class IndexedCase(AttentionCase):
     def __str__(self) -> str:
         indexer = f" IH={self.index_heads} DI={self.index_dim} R={self.rope}"
         return super().__str__() + indexer + (f" {self.turned}" if self.turned else "")
+
+
+class IndexedEntry(Entry):
+    """What an entry says of cases like these."""
+
+    def group(self, case: IndexedCase) -> str:
+        return case.group
+
+    def cost(self, case: IndexedCase) -> float:
+        return case.cost
 
 
 def other_form(case: IndexedCase) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from refengine.contract.attention import FORMS, MIXED
 from refengine.contract.caches import BLOCK_POSITIONS, Cache
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, GUARDS, REPEATS
 from refengine.contract.indexer import (
     ENDS,
@@ -22,6 +22,7 @@ from refengine.contract.indexer import (
     TEXT,
     UNTURNED,
     IndexedCase,
+    IndexedEntry,
     indexed_cache,
     media_on,
     moved_on,
@@ -44,7 +45,7 @@ REAL: dict[str, Any] = {"index_dim": 128, "rope": 64}
 
 
 @contract
-class FnQsaPool(Entry):
+class FnQsaPool(IndexedEntry):
     """Output pooled, the blocks' rows gathered from the cache. Raw keys of blocks that were complete before are poison."""
 
     name = "fn_qsa_pool"
@@ -57,9 +58,6 @@ class FnQsaPool(Entry):
 
     def control_cases(self) -> Sequence[IndexedCase]:
         return list(control_table())
-
-    def group(self, case: IndexedCase) -> str:
-        return case.group
 
     def cost(self, case: IndexedCase) -> float:
         return 1.0 + case.total / 1e3

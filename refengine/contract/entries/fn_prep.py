@@ -11,7 +11,7 @@ import numpy as np
 
 from kernels_numba.fp8 import KV_TYPES
 from refengine.contract.attention import FORMS, MIXED
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, REPEATS
 from refengine.contract.indexer import (
     ENDS,
@@ -22,6 +22,7 @@ from refengine.contract.indexer import (
     TEXT,
     UNTURNED,
     IndexedCase,
+    IndexedEntry,
     indexed_cache,
     media_on,
     moved_on,
@@ -45,7 +46,7 @@ PASS_ROWS = 7
 
 
 @contract
-class FnAttnPrep(Entry):
+class FnAttnPrep(IndexedEntry):
     """Outputs q and index_q; k, v and raw index keys, gathered from the cache."""
 
     name = "fn_attn_prep"
@@ -61,12 +62,6 @@ class FnAttnPrep(Entry):
 
     def control_cases(self) -> Sequence[IndexedCase]:
         return list(control_table())
-
-    def group(self, case: IndexedCase) -> str:
-        return case.group
-
-    def cost(self, case: IndexedCase) -> float:
-        return case.cost
 
     def controls(self) -> Sequence[Control]:
         return [

@@ -11,13 +11,14 @@ import numpy as np
 
 from refengine.contract.attention import FORMS, MIXED
 from refengine.contract.caches import BLOCK_POSITIONS, Cache
-from refengine.contract.entry import Bounds, Control, Entry, Inputs, Modules, Outputs, contract
+from refengine.contract.entry import Bounds, Control, Inputs, Modules, Outputs, contract
 from refengine.contract.gates import EXACT, GUARDS, REPEATS
 from refengine.contract.indexer import (
     ENDS,
     INDEXED_PAGES,
     RESUMED,
     IndexedCase,
+    IndexedEntry,
     indexed_cache,
     moved_on,
     other_form,
@@ -37,7 +38,7 @@ SPARE_BLOCKS = 3
 
 
 @contract
-class FnQsaScores(Entry):
+class FnQsaScores(IndexedEntry):
     """Output scores: of a row's complete blocks; the rest of its columns may not be written."""
 
     name = "fn_qsa_scores"
@@ -50,12 +51,6 @@ class FnQsaScores(Entry):
 
     def control_cases(self) -> Sequence[IndexedCase]:
         return list(control_table())
-
-    def group(self, case: IndexedCase) -> str:
-        return case.group
-
-    def cost(self, case: IndexedCase) -> float:
-        return case.cost
 
     def controls(self) -> Sequence[Control]:
         return [
